@@ -1,0 +1,57 @@
+# Needs nothing but Python 3.10+ and make.
+#   make demo      the whole story in a minute or two
+#   make test      the default suite; make test-all adds the slow tests
+#   make lint      format, lint, types, import contracts
+#   TORCH="torch==2.13.0 --index-url ..."  another build of torch than the pinned one
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN = $(VENV)/bin
+# torch first and alone: resolved together with the rest, pip may pick a CUDA build of gigabytes.
+INSTALLED = $(VENV)/.installed
+INSTALLED_DEV = $(VENV)/.installed-dev
+
+.PHONY: demo test test-all lint format bench install dev clean
+
+install: $(INSTALLED)
+dev: $(INSTALLED_DEV)
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "eke needs Python 3.10 or newer; say which with make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	@touch $@
+
+$(INSTALLED): $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[train]'
+	@touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e '.[train,dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/eke demo
+
+test: $(INSTALLED_DEV)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(INSTALLED_DEV)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED_DEV)
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED_DEV)
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+bench: $(INSTALLED_DEV)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,155 @@
+"""Micro-batches and blocks: the tensors of a plan.
+
+Property: with `loss_sum` the sum of a micro-batch's token losses, the gradients of
+`loss_sum * scale`, added over a rank's micro-batches of a block and averaged over ranks as DDP
+does, are the gradient of the mean loss over all the block's label tokens.
+
+Shapes: B samples in the micro-batch, T tokens in the longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eke.batching.planner import DUMMY_TOKENS
+
+IGNORED = -100
+"""The label of a position that does not train, as in torch's cross_entropy."""
+
+Uid = tuple[int, int]
+"""(epoch, dataset index): a sample's name, unique over the run."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One sample as it came from the dataset: `ids` and `labels`, int64 [T].
+
+    Attributes:
+        full_length: tokens before truncation.
+        label_tokens: labels that train, after the causal shift.
+    """
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    full_length: int
+    label_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch(Mapping[str, Tensor]):
+    """What one forward and backward pass sees on this rank.
+
+    A mapping of `input_ids`, `labels` and `attention_mask`, each int64 [B, T], padded on the
+    right; pass it to a model as `model(**micro_batch)`. A dummy has no samples and no labels
+    that train: it keeps ranks in step, and its loss, of weight 0, touches every parameter.
+
+    Attributes:
+        uids: `(epoch, index)` of each row; empty for a dummy.
+        lengths: real tokens of each row; empty for a dummy.
+        label_tokens: labels of this micro-batch that train, after the causal shift.
+        scale: factor for the summed loss, see the module; 0 if the block has no such label.
+    """
+
+    tensors: Mapping[str, Tensor]
+    uids: list[Uid]
+    lengths: list[int]
+    label_tokens: int
+    scale: float
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.tensors[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def is_dummy(self) -> bool:
+        """True if it has no samples."""
+        return not self.uids
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens."""
+        return sum(self.lengths)
+
+    @property
+    def padded_tokens(self) -> int:
+        """B * T."""
+        return self.tensors["input_ids"].numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One optimizer step: iterate over it for this rank's micro-batches.
+
+    The number of micro-batches, and every attribute but `micro_batches`, is the same on all
+    ranks; sums are over all ranks.
+
+    Attributes:
+        index: number of blocks before this one in the run.
+        lengths: tokens of each sample.
+        shapes: (samples, padded length) of every micro-batch of every rank, dummies included.
+        tokens: real tokens.
+        padded_tokens: real tokens, padding and dummies.
+        label_tokens: labels that train, after the causal shift.
+        position: the loader's `state_dict` after this block, for a checkpoint after its step.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    epoch: int
+    index: int
+    lengths: list[int]
+    shapes: list[tuple[int, int]]
+    padded_tokens: int
+    label_tokens: int
+    position: dict[str, Any]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the step."""
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the step."""
+        return sum(self.lengths)
+
+
+def collate(
+    samples: Sequence[Tokens], uids: list[Uid], *, pad_token_id: int, scale: float
+) -> MicroBatch:
+    """Pad samples on the right to the longest; without samples, make a dummy."""
+    lengths = [len(sample.ids) for sample in samples]
+    shape = (len(samples), max(lengths)) if samples else (1, DUMMY_TOKENS)
+    ids_BT = np.full(shape, pad_token_id, dtype=np.int64)
+    labels_BT = np.full(shape, IGNORED, dtype=np.int64)
+    # A dummy attends to its padding: a row that is masked whole makes softmax give NaN.
+    mask_BT = np.zeros(shape, dtype=np.int64) if samples else np.ones(shape, dtype=np.int64)
+    for row, sample in enumerate(samples):
+        ids_BT[row, : lengths[row]] = sample.ids
+        labels_BT[row, : lengths[row]] = sample.labels
+        mask_BT[row, : lengths[row]] = 1
+    tensors = {"input_ids": ids_BT, "labels": labels_BT, "attention_mask": mask_BT}
+    return MicroBatch(
+        {name: torch.from_numpy(array) for name, array in tensors.items()},
+        uids=uids,
+        lengths=lengths,
+        label_tokens=sum(sample.label_tokens for sample in samples),
+        scale=scale if samples else 0.0,
+    )

@@ -1,0 +1,125 @@
+"""What a loader's state holds, and whether a state fits a loader; pure functions over JSON values.
+
+A state names the round in progress (its place, how many samples it took, which of them were
+delivered or dropped, for how many ranks it was planned) and the configuration that the order of
+the samples depends on. It is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from eke.batching.order import Order, Place
+from eke.errors import InputError
+
+VERSION = 1
+
+
+@dataclass
+class Counts:
+    """Samples of all ranks that were not simply used, since the start of the run."""
+
+    empty: int = 0
+    skipped: int = 0
+    truncated: int = 0
+    solo: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a loader stands: `block` blocks delivered, the last in the round that began at `place`.
+
+    Attributes:
+        taken: samples that the round took from the order; 0 at the start of a round.
+        delivered: their indices so far, in order of delivery.
+        dropped: indices that the round dropped; counted in `counts`.
+    """
+
+    place: Place
+    block: int
+    world_size: int
+    counts: Counts
+    taken: int = 0
+    delivered: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+    def to_json(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The state, as JSON values."""
+        return {
+            "version": VERSION,
+            "config": dict(config),
+            "world_size": self.world_size,
+            "epoch": self.place.epoch,
+            "cursor": self.place.cursor,
+            "pending": list(self.place.pending),
+            "taken": self.taken,
+            "delivered": list(self.delivered),
+            "dropped": list(self.dropped),
+            "block": self.block,
+            "counts": vars(self.counts).copy(),
+        }
+
+    def reshard(self, order: Order, world_size: int) -> Progress:
+        """The same progress for another number of ranks, at the start of a round.
+
+        What is left of the round goes first, so that every sample is still seen exactly once.
+        """
+        if self.world_size == world_size:
+            return self
+        indices, after = order.window(self.place, self.taken)
+        done = {*self.delivered, *self.dropped}
+        rest = tuple(index for index in indices if index not in done)
+        place = Place(after.epoch, after.cursor, rest + after.pending)
+        return Progress(place, self.block, world_size, self.counts)
+
+
+def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: int) -> Progress:
+    """Read a state that `Progress.to_json` wrote.
+
+    Raises:
+        InputError: it was written under another configuration, by a newer eke, or is damaged.
+    """
+    version = state.get("version")
+    if version != VERSION:
+        raise InputError(
+            "the loader's state has an unknown version",
+            value=version,
+            rule=f"this eke reads version {VERSION}",
+            fix="Resume with the version of eke that wrote the checkpoint",
+        )
+    saved = state.get("config", {})
+    differing = [key for key in config if saved.get(key) != config[key]]
+    if differing:
+        raise InputError(
+            f"the loader's state was saved with other settings: {', '.join(differing)}",
+            value={key: config[key] for key in differing},
+            rule=f"the state has { ({key: saved.get(key) for key in differing})!r}",
+            fix="Resume with the same settings, or start a new run",
+        )
+    try:
+        progress = Progress(
+            Place(int(state["epoch"]), int(state["cursor"]), tuple(map(int, state["pending"]))),
+            block=int(state["block"]),
+            world_size=int(state["world_size"]),
+            counts=Counts(**{f.name: int(state["counts"][f.name]) for f in fields(Counts)}),
+            taken=int(state["taken"]),
+            delivered=tuple(map(int, state["delivered"])),
+            dropped=tuple(map(int, state["dropped"])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(f"{type(error).__name__}: {error}") from error
+    place = progress.place
+    done = [*place.pending, *progress.delivered, *progress.dropped]
+    if not (place.epoch >= 0 and 0 <= place.cursor <= samples and progress.world_size > 0):
+        raise _damaged(f"epoch {place.epoch}, cursor {place.cursor}")
+    if any(not 0 <= index < samples for index in done):
+        raise _damaged(f"a sample outside 0..{samples - 1}")
+    return progress
+
+
+def _damaged(why: str) -> InputError:
+    return InputError(
+        "the loader's state is damaged", value=why, fix="Resume from another checkpoint"
+    )

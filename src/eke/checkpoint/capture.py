@@ -1,0 +1,147 @@
+"""What a save takes from the providers: named tensors, encoded objects, and who has what.
+
+A tensor that all ranks hold alike is *shared* and is written once by all ranks together; one
+that belongs to a rank is its *own*. A provider's object is shared when every rank has the same
+one, which is found by comparing hashes, and each rank's own otherwise, or when the provider says
+that it is `per_rank`. Own tensors have the rank in their names: `rng/rank00001/torch`.
+
+Tensors that are the same memory seen the same way (tied weights) appear once; their other names
+are aliases.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from eke.checkpoint.manifest import Role
+from eke.checkpoint.objects import canonical, encode
+from eke.checkpoint.providers import STATE, StateProvider
+from eke.checkpoint.tensors import as_bytes, dtype_name, identity, refuse_unusual
+from eke.checkpoint.together import agree
+from eke.distributed import World
+from eke.errors import EkeError, InputError
+
+_GROUP = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+
+
+class Held(NamedTuple):
+    """A tensor to write, under its name in the manifest."""
+
+    name: str
+    tensor: torch.Tensor
+    group: str
+    role: Role
+
+
+@dataclass
+class Captured:
+    """All that one rank knows of what is to be written."""
+
+    shared: list[Held] = field(default_factory=list)
+    own: list[Held] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    per_rank: dict[str, bool] = field(default_factory=dict)
+
+
+def rank_name(rank: int) -> str:
+    """How a rank appears in names of files and tensors."""
+    return f"rank{rank:05d}"
+
+
+def capture(providers: Mapping[str, StateProvider], step: int, here: World) -> Captured:
+    """Ask every provider for its state. A collective.
+
+    The tensors are the live ones, not copies: write them before they change.
+
+    Raises:
+        InputError: something is of a type that a checkpoint cannot hold.
+        EkeError: the ranks do not hold the same shared tensors.
+    """
+    states: dict[str, object] = {}
+    segments: list[Held] = []
+    own: list[Held] = []
+
+    def look() -> dict[str, Any]:
+        digests = {}
+        for name, provider in providers.items():
+            prefix = f"{name}/{rank_name(here.rank)}" if provider.per_rank else name
+            for key, tensor, group in provider.segments():
+                full = f"{prefix}/{key}"
+                refuse_unusual(tensor, full)
+                if _GROUP.fullmatch(group) is None:
+                    raise InputError(
+                        f"the tensor {full} has an unusable group",
+                        value=group,
+                        rule="groups become parts of file names: a-z, 0-9, _ and -",
+                    )
+                (own if provider.per_rank else segments).append(
+                    Held(full, tensor, group, "segment")
+                )
+            states[name] = provider.state()
+            digests[name] = _digest(*encode(states[name], name)) if here.size > 1 else ""
+        names = {
+            held.name: [dtype_name(held.tensor.dtype), list(held.tensor.shape), held.group]
+            for held in segments
+        }
+        if len(names) != len(segments):
+            raise InputError("a provider gave two tensors one name")
+        return {
+            "digests": digests,
+            "segments": xxhash.xxh3_128_hexdigest(canonical(names).encode()),
+        }
+
+    rows = agree(f"saving step {step}", look)
+    for rank, row in enumerate(rows):
+        if row["segments"] != rows[0]["segments"] or row["digests"].keys() != providers.keys():
+            raise EkeError(
+                f"step {step} cannot be saved: rank {rank} holds other tensors than rank 0",
+                rule="every rank attaches the same things, with tensors of equal names and shapes",
+            )
+    out = Captured()
+
+    def name_all() -> None:
+        for name, provider in providers.items():
+            differs = any(row["digests"][name] != rows[0]["digests"][name] for row in rows)
+            out.per_rank[name] = provider.per_rank or differs
+            prefix = f"{name}/{rank_name(here.rank)}" if out.per_rank[name] else name
+            out.objects[name], tensors = encode(states[name], prefix)
+            held = [Held(key, tensor, STATE, "object") for key, tensor in tensors.items()]
+            (own if out.per_rank[name] else segments).extend(held)
+        out.shared = _untie(segments, out.aliases)
+        out.own = _untie(own, out.aliases)
+
+    agree(f"saving step {step}", name_all)
+    return out
+
+
+def _untie(held: list[Held], aliases: dict[str, str]) -> list[Held]:
+    """The tensors once each; the other names of one are added to `aliases`."""
+    first: dict[Any, str] = {}
+    kept, seen = [], set()
+    for one in held:
+        if one.name in seen:
+            raise InputError(f"two tensors would both be called {one.name}")
+        seen.add(one.name)
+        same = identity(one.tensor)
+        if same is not None and (same, one.role) in first:
+            aliases[one.name] = first[same, one.role]
+        else:
+            first[same, one.role] = one.name
+            kept.append(one)
+    return kept
+
+
+def _digest(tree: object, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Equal on ranks whose objects are equal, tensors included."""
+    total = xxhash.xxh3_128(canonical(tree).encode())
+    for name, tensor in tensors.items():
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(as_bytes(tensor))
+    return total.hexdigest()

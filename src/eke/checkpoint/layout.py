@@ -1,0 +1,132 @@
+"""Names on the disk: which directories are checkpoints, and how to find the newest.
+
+```
+ROOT/
+  step-000001200/               a checkpoint; appears only by one rename
+    MANIFEST.json               written last
+    rank00000.state.safetensors
+    rank00000.objects.json
+  .tmp-step-000001200-TOKEN/    an attempt to save; debris once its owner is dead
+  .tmp-delete-000001200-TOKEN/  a checkpoint that is being deleted
+```
+
+There is no pointer file that could go stale: the newest checkpoint is found by looking.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from eke.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, digest_holds
+from eke.checkpoint.storage import Storage, read_file
+from eke.errors import InputError
+
+MAX_STEP = 2**53
+_STEP = re.compile(r"step-(\d{9,16})")
+_TEMPORARY = re.compile(r"\.tmp-(step|delete)-(\d{9,16})-([0-9a-z.]+)")
+
+
+class Temporary(NamedTuple):
+    """A directory that is on its way to being a checkpoint, or to being gone."""
+
+    path: Path
+    purpose: str  # "step" or "delete"
+    step: int
+    token: str
+
+
+def step_name(step: int) -> str:
+    """The directory of a step's checkpoint."""
+    return f"step-{step:09d}"
+
+
+def temporary_name(purpose: str, step: int, token: str) -> str:
+    """The directory of an attempt (`purpose` "step") or of a deletion ("delete")."""
+    return f".tmp-{purpose}-{step:09d}-{token}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory's name states, if it is a checkpoint's name."""
+    match = _STEP.fullmatch(name)
+    if match is None or step_name(int(match[1])) != name:
+        return None
+    return int(match[1])
+
+
+def step_dirs(root: Path) -> dict[int, Path]:
+    """Every directory with a checkpoint's name, whatever is in it, oldest first."""
+    if not root.is_dir():
+        return {}
+    found = {
+        step: path
+        for path in root.iterdir()
+        if (step := step_of(path.name)) is not None and path.is_dir() and not path.is_symlink()
+    }
+    return dict(sorted(found.items()))
+
+
+def temporaries(root: Path) -> list[Temporary]:
+    """Every attempt and every unfinished deletion."""
+    if not root.is_dir():
+        return []
+    found = []
+    for path in sorted(root.iterdir()):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is not None and path.is_dir() and not path.is_symlink():
+            found.append(Temporary(path, match[1], int(match[2]), match[3]))
+    return found
+
+
+def is_committed(path: Path, storage: Storage | None = None) -> bool:
+    """Whether the directory holds a manifest whose digest is right."""
+    try:
+        data = read_file(storage or Storage(), path / MANIFEST, MAX_MANIFEST_BYTES)
+    except (FileNotFoundError, ValueError):
+        return False
+    return digest_holds(data)
+
+
+def steps(root: str | Path) -> list[int]:
+    """The committed steps under a directory of checkpoints, oldest first."""
+    return [step for step, path in step_dirs(Path(root)).items() if is_committed(path)]
+
+
+def latest(root: str | Path) -> int | None:
+    """The newest committed step, or None."""
+    for step, path in reversed(step_dirs(Path(root)).items()):
+        if is_committed(path):
+            return step
+    return None
+
+
+def root_of(path: str | Path) -> Path:
+    """The directory of checkpoints that `path` means: itself, or a run's `checkpoints/`."""
+    path = Path(path)
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() else path
+
+
+def checkpoint_of(path: str | Path) -> Path:
+    """The one checkpoint that `path` means: itself, or the newest one of a run.
+
+    Raises:
+        InputError: there is nothing there.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise InputError(
+            "there is no such directory",
+            value=str(path),
+            fix="Name a run, its checkpoints directory, or one step's directory",
+        )
+    if step_of(path.name) is not None or (path / MANIFEST).exists():
+        return path
+    root = root_of(path)
+    step = latest(root)
+    if step is not None:
+        return root / step_name(step)
+    if step_dirs(root):
+        return next(reversed(step_dirs(root).values()))
+    return path

@@ -1,0 +1,235 @@
+"""Python objects as tagged JSON: exact, closed, and never executable.
+
+A JSON object whose only key starts with `$` is a tag; every other JSON object is a dict whose
+keys are strings that do not start with `$`. Tensors and arrays are not in the JSON: they are
+named there, and lie in the tensor files.
+
+Properties: `decode(encode(x)) == x` with every type, order of keys and bit of every float kept,
+for every x that `encode` accepts; the same value always encodes to the same JSON, whatever order
+a set is in; what is not in the table is refused with the path to it; and decoding creates values
+of the types in the table only.
+
+    $int "-0x1f.."  a whole number beyond 2**53   $float "7ff8.." bits of nan or an infinity
+    $bytes base64                               $tuple, $set, $frozenset, $size [..]
+    $dict, $odict, $counter [[key, value]..]    $dtype "bfloat16"   $device "cuda:0"
+    $numpy, $torch [dtype, hex bytes]  scalars  $ndarray, $tensor "NAME in the tensor files"
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from eke.checkpoint.checks import ManifestError
+from eke.checkpoint.dtypes import STORED
+from eke.checkpoint.tensors import as_bytes, dtype_name, from_bytes, refuse_unusual
+from eke.errors import InputError
+
+MAX_DEPTH = 100
+EXACT_INT = 2**53
+_ARRAYS = frozenset(
+    {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+    | {"float16", "float32", "float64", "complex64", "complex128"}
+)
+"""numpy's dtypes that torch has too, by the same name."""
+
+_DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$odict", Counter: "$counter"}
+_SEQUENCES: dict[type, str] = {
+    tuple: "$tuple",
+    torch.Size: "$size",
+    set: "$set",
+    frozenset: "$frozenset",
+}
+
+
+def canonical(tree: object) -> str:
+    """One text for equal trees."""
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"))
+
+
+def encode(value: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The value as JSON values, and the tensors that it names there.
+
+    Args:
+        value: what to encode; it must not change until its tensors are written.
+        name: what tensor names start with, and how errors call the value.
+
+    Raises:
+        InputError: something inside is not of a type in the table.
+    """
+    encoder = _Encoder(name)
+    return encoder.encode(value, ()), encoder.tensors
+
+
+class _Encoder:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: object, path: tuple[str, ...]) -> Any:
+        if len(path) > MAX_DEPTH:
+            raise InputError(
+                f"{self._where(path[:8])}... is nested more than {MAX_DEPTH} levels deep",
+                fix="Flatten it, or see whether it contains itself",
+            )
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if isinstance(value, int) and kind is int:
+            return value if -EXACT_INT <= value <= EXACT_INT else {"$int": hex(value)}
+        if isinstance(value, float) and kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if isinstance(value, bytes) and kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if kind is list:
+            return self._items(value, path)
+        if kind in _SEQUENCES:
+            items = self._items(value, path)
+            ordered = kind in (tuple, torch.Size)
+            return {_SEQUENCES[kind]: items if ordered else sorted(items, key=canonical)}
+        if isinstance(value, dict) and kind in _DICTS:
+            return self._dict(value, kind, path)
+        if isinstance(value, torch.dtype):
+            return {"$dtype": dtype_name(value)}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, (np.generic, np.ndarray)):
+            return self._numpy(value, path)
+        raise self._refuse(value, path)
+
+    def _items(self, value: Any, path: tuple[str, ...]) -> list[Any]:
+        return [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+
+    def _dict(self, value: dict[Any, Any], kind: type, path: tuple[str, ...]) -> Any:
+        plain = kind is dict and all(type(k) is str and not k.startswith("$") for k in value)
+        if plain:
+            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        pairs = []
+        for key, item in value.items():
+            if isinstance(key, (torch.Tensor, np.ndarray)):
+                raise self._refuse(key, path)
+            # A key is encoded like any value; what it cannot be, the table has no hashable of.
+            shown = str(key) if isinstance(key, (str, int, float)) else f"key {key!r}"
+            pairs.append([self.encode(key, (*path, shown)), self.encode(item, (*path, shown))])
+        return {_DICTS[kind]: pairs}
+
+    def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> Any:
+        refuse_unusual(value, self._where(path))
+        if value.dim() == 0:
+            return {"$torch": [dtype_name(value.dtype), bytes(as_bytes(value)).hex()]}
+        return {"$tensor": self._name(value, path)}
+
+    def _numpy(self, value: np.generic[Any] | np.ndarray[Any, Any], path: tuple[str, ...]) -> Any:
+        # A scalar never has a byte order of its own; an array may, and would lose it.
+        if value.dtype.name not in _ARRAYS or not value.dtype.isnative:
+            raise self._refuse(value, path)
+        if isinstance(value, np.generic):
+            return {"$numpy": [value.dtype.name, value.tobytes().hex()]}
+        if type(value) is not np.ndarray:
+            raise self._refuse(value, path)
+        # A copy, because torch takes neither read-only arrays nor negative strides.
+        return {"$ndarray": self._name(torch.from_numpy(np.array(value, order="C")), path)}
+
+    def _name(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        stem = "/".join((self.name, *(path or ("value",))))
+        stem = stem.encode("utf-8", "backslashreplace").decode()
+        name, number = stem, 1
+        while name in self.tensors:
+            number += 1
+            name = f"{stem}~{number}"
+        self.tensors[name] = tensor
+        return name
+
+    def _where(self, path: tuple[str, ...]) -> str:
+        return self.name + "".join(f"[{piece!r}]" for piece in path)
+
+    def _refuse(self, value: object, path: tuple[str, ...]) -> InputError:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        return InputError(
+            f"{self._where(path)} is a {kind}, which a checkpoint cannot hold",
+            rule="objects are made of None, bool, int, float, str, bytes, list, tuple, set, dict, "
+            "numpy and torch scalars, arrays, tensors, dtype, device and Size",
+            fix="Leave it out of the object's state_dict(), or attach an "
+            "eke.checkpoint.ObjectProvider(get, set) whose `get` returns it in terms of these",
+        )
+
+
+def decode(tree: object, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The value that `encode` was given.
+
+    Args:
+        tree: JSON values.
+        tensor: returns the tensor of a name; called once for each place that names it.
+
+    Raises:
+        ManifestError: the tree is not one that `encode` makes.
+    """
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    if isinstance(tree, list):
+        return [decode(item, tensor) for item in tree]
+    if not isinstance(tree, Mapping):
+        raise ManifestError(f"an object holds a {type(tree).__name__}")
+    tag = next((key for key in tree if key.startswith("$")), None)
+    if tag is None:
+        return {key: decode(item, tensor) for key, item in tree.items()}
+    if len(tree) != 1:
+        raise ManifestError(f"an object has the tag {tag!r} next to other keys")
+    try:
+        return _decode_tag(tag, tree[tag], tensor)
+    except ManifestError:
+        raise
+    except (ValueError, TypeError, RuntimeError, AttributeError, struct.error) as error:
+        raise ManifestError(f"an object has a malformed {tag!r} ({error})") from error
+
+
+def _decode_tag(tag: str, body: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    if tag == "$int":
+        return int(body, 16)
+    if tag == "$float":
+        return struct.unpack(">d", bytes.fromhex(body))[0]
+    if tag == "$bytes":
+        return base64.b64decode(body, validate=True)
+    for kind, name in _SEQUENCES.items():
+        if tag == name:
+            return kind(decode(item, tensor) for item in body)
+    for kind, name in _DICTS.items():
+        if tag == name:
+            pairs = [(decode(key, tensor), decode(item, tensor)) for key, item in body]
+            return kind(dict(pairs)) if kind is Counter else kind(pairs)
+    if tag == "$dtype":
+        if body not in _dtype_names():
+            raise ManifestError(f"an object names the unknown dtype {body!r}")
+        return getattr(torch, body)
+    if tag == "$device":
+        return torch.device(body)
+    if tag == "$tensor":
+        return tensor(body)
+    if tag == "$ndarray":
+        return tensor(body).numpy()
+    if tag == "$numpy":
+        name, data = body
+        if name not in _ARRAYS:
+            raise ManifestError(f"an object has a numpy scalar of type {name!r}")
+        return np.frombuffer(bytes.fromhex(data), dtype=name)[0]
+    if tag == "$torch":
+        name, data = body
+        if name not in STORED:
+            raise ManifestError(f"an object has a torch scalar of type {name!r}")
+        raw = torch.frombuffer(bytearray.fromhex(data), dtype=torch.uint8)
+        return from_bytes(raw, name, ())
+    raise ManifestError(f"an object has the unknown tag {tag!r}")
+
+
+def _dtype_names() -> set[str]:
+    return {dtype_name(v) for v in vars(torch).values() if isinstance(v, torch.dtype)}

@@ -1,0 +1,172 @@
+"""An optimizer's state, saved and restored by parameter name.
+
+A state tensor of a parameter is the segment `PARAMETER/KEY`, for example
+`layers.0.weight/exp_avg`, with its own dtype (Adam's `step` too). The object holds the rest:
+
+    {"class": "AdamW", "tensors": {PARAMETER: [KEY..]}, "values": {PARAMETER: {KEY: value}},
+     "shared": {KEY: value}, "groups": [{"names": [PARAMETER..], "options": {KEY: value}}..]}
+
+so neither the order of parameters nor their numbers matter when it is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from eke.checkpoint.providers import Fit, Saved, Segment, Spec, unwrap
+from eke.checkpoint.tensors import copy_exactly, dtype_name
+from eke.errors import InputError
+
+_NAMES = "param_names"
+"""The key under which torch itself keeps names in a group, for an optimizer built with them."""
+
+
+class OptimizerProvider:
+    """A `torch.optim.Optimizer`.
+
+    Args:
+        optimizer: whose state it is.
+        model: whose `named_parameters` name the state; without one, the optimizer must have been
+            built from named parameters.
+    """
+
+    per_rank = False
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None
+    ) -> None:
+        self.optimizer = optimizer
+        self.model = unwrap(model) if model is not None else None
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        """Every parameter of the optimizer -> its name."""
+        known: dict[torch.Tensor, str] = {}
+        if self.model is not None:
+            known = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[torch.Tensor, str] = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            own = group.get(_NAMES) or [None] * len(group["params"])
+            for place, (parameter, stated) in enumerate(zip(group["params"], own, strict=True)):
+                name = known.get(parameter, stated)
+                if name is None:
+                    raise InputError(
+                        f"parameter {place} of the optimizer's group {index}, of shape "
+                        f"{tuple(parameter.shape)}, is not one of the attached model's, so it has "
+                        "no name",
+                        fix="Attach the model that the optimizer updates, or build the optimizer "
+                        "from model.named_parameters()",
+                    )
+                names[parameter] = name
+        if len(set(names.values())) != len(names):
+            raise InputError("two of the optimizer's parameters have one name")
+        return names
+
+    def segments(self) -> Sequence[Segment]:
+        """Every tensor that is a direct value of a parameter's state."""
+        return [
+            Segment(f"{name}/{key}", value)
+            for parameter, name in self._names().items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def state(self) -> object:
+        """The object in the module's docstring."""
+        names = self._names()
+        tensors: dict[str, list[str]] = {}
+        values: dict[str, dict[str, object]] = {}
+        for parameter, name in names.items():
+            if parameter in self.optimizer.state:
+                state = self.optimizer.state[parameter]
+                tensors[name] = [k for k, v in state.items() if isinstance(v, torch.Tensor)]
+                values[name] = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+        return {
+            "class": type(self.optimizer).__name__,
+            "tensors": tensors,
+            "values": values,
+            "shared": {k: v for k, v in self.optimizer.state.items() if k not in names},
+            "groups": [
+                {
+                    "names": [names[parameter] for parameter in group["params"]],
+                    "options": {k: v for k, v in group.items() if k not in ("params", _NAMES)},
+                }
+                for group in self.optimizer.param_groups
+            ],
+        }
+
+    def _groups(self, saved: Saved) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """(live group, saved group) pairs of the groups with the same parameters."""
+        names = self._names()
+        stored = {frozenset(group["names"]): group for group in saved.state["groups"]}
+        pairs = []
+        for group in self.optimizer.param_groups:
+            found = stored.get(frozenset(names[p] for p in group["params"]))
+            if found is not None:
+                pairs.append((group, found))
+        return pairs
+
+    def fit(self, saved: Saved) -> Fit:
+        """By class, parameter name and the parameters that share a group."""
+        kind, stored = type(self.optimizer).__name__, saved.state["class"]
+        if kind != stored:
+            return Fit(mismatched=[f"(the checkpoint has {stored}, this is {kind})"])
+        live = set(self._names().values())
+        there = {name for group in saved.state["groups"] for name in group["names"]}
+        fit = Fit(missing=sorted(live - there), unexpected=sorted(there - live))
+        if not fit.missing and not fit.unexpected:
+            pairs = len(self._groups(saved))
+            if pairs != len(self.optimizer.param_groups) or pairs != len(saved.state["groups"]):
+                fit.mismatched.append("(its parameter groups are split differently)")
+        return fit
+
+    def load(self, saved: Saved) -> None:
+        """Replace the state of every parameter that the checkpoint knows; others keep theirs.
+
+        Live state tensors of the right dtype and shape are filled in place; absent ones are
+        created where torch would have: next to the parameter, but for a `step` that the optimizer
+        keeps on the CPU.
+        """
+        if type(self.optimizer).__name__ != saved.state["class"]:
+            return
+        there = {name for group in saved.state["groups"] for name in group["names"]}
+        names = self._names()
+        for group in self.optimizer.param_groups:
+            step_on_device = bool(group.get("capturable")) or bool(group.get("fused"))
+            for parameter in group["params"]:
+                if names[parameter] in there:
+                    self._load_parameter(parameter, names[parameter], saved, step_on_device)
+        for key, value in saved.state["shared"].items():
+            self.optimizer.state[key] = value
+        for live, stored in self._groups(saved):
+            for key, value in stored["options"].items():
+                now = live.get(key)
+                if isinstance(now, torch.Tensor) and _same_kind(now, value):
+                    copy_exactly(now, value)  # a scheduler may hold this very tensor
+                else:
+                    live[key] = value
+
+    def _load_parameter(
+        self, parameter: torch.Tensor, name: str, saved: Saved, step_on_device: bool
+    ) -> None:
+        old = self.optimizer.state.pop(parameter, {})
+        if name not in saved.state["tensors"]:
+            return  # it had not been updated yet
+        new: dict[Any, Any] = {}
+        for key in saved.state["tensors"][name]:
+            tensor = old.get(key)
+            if isinstance(tensor, torch.Tensor) and saved.tensors[f"{name}/{key}"] == Spec(
+                dtype_name(tensor.dtype), tuple(tensor.shape)
+            ):
+                saved.copy_into(f"{name}/{key}", tensor)
+            else:
+                device = "cpu" if key == "step" and not step_on_device else parameter.device
+                tensor = saved.read(f"{name}/{key}").to(device)
+            new[key] = tensor
+        self.optimizer.state[parameter] = {**new, **saved.state["values"][name]}
+
+
+def _same_kind(now: torch.Tensor, value: object) -> bool:
+    return isinstance(value, torch.Tensor) and now.dtype == value.dtype and now.shape == value.shape

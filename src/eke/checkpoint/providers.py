@@ -1,0 +1,303 @@
+"""Who owns which piece of training state, and how it is taken and given back.
+
+A provider names its live tensors as segments and returns everything else as one object (see
+`objects` for what that may be made of). Restoring has two halves: `fit` compares, and changes
+nothing; `load` takes the state back, in place where there is something to take it into.
+The provider of an optimizer is in `optimizer_state`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from eke.checkpoint.tensors import dtype_name
+from eke.errors import InputError
+
+STATE, FROZEN = "state", "frozen"
+"""Groups: tensors that change together lie in one file of their own."""
+
+
+class Segment(NamedTuple):
+    """A live tensor of a provider: its name within the provider, and what it changes with."""
+
+    key: str
+    tensor: torch.Tensor
+    group: str = STATE
+
+
+class Spec(NamedTuple):
+    """What a saved tensor is: torch's dtype name, and the whole shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A provider's part of a checkpoint.
+
+    Attributes:
+        tensors: what its segments were, by key.
+        state: what its `state()` returned.
+        read: a new CPU tensor with a segment's contents, hashes checked.
+        copy_into: the same, into a live tensor of equal dtype and shape on any device.
+    """
+
+    tensors: Mapping[str, Spec]
+    state: Any
+    read: Callable[[str], torch.Tensor]
+    copy_into: Callable[[str, torch.Tensor], None]
+
+
+@dataclass
+class Fit:
+    """Where saved and live state differ; names within the provider, "" for all of it.
+
+    `left_alone` is what stays as it is now without this being a difference of the two states, such
+    as the generators of a GPU that this machine does not have.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    left_alone: list[str] = field(default_factory=list)
+
+
+@runtime_checkable
+class StateProvider(Protocol):
+    """The owner of one piece of training state.
+
+    `per_rank` says that every rank's state is its own and that the ranks' states differ by
+    design; it is then restored only into a job of the same size.
+    """
+
+    per_rank: bool
+
+    def segments(self) -> Sequence[Segment]:
+        """The live tensors. Asked anew at every save and restore."""
+        ...
+
+    def state(self) -> object:
+        """Everything else, as an object that `objects.encode` takes; None for nothing."""
+        ...
+
+    def fit(self, saved: Saved) -> Fit:
+        """How the saved state would fit. Changes nothing."""
+        ...
+
+    def load(self, saved: Saved) -> None:
+        """Take back what fits."""
+        ...
+
+
+def compare(saved: Mapping[str, Spec], live: Mapping[str, torch.Tensor]) -> Fit:
+    """The fit of saved segments and live tensors by name, dtype and shape."""
+    fit = Fit(
+        missing=sorted(live.keys() - saved.keys()), unexpected=sorted(saved.keys() - live.keys())
+    )
+    for key in sorted(saved.keys() & live.keys()):
+        now = Spec(dtype_name(live[key].dtype), tuple(live[key].shape))
+        if now != saved[key]:
+            fit.mismatched.append(key)
+    return fit
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, whose names it keeps."""
+    while True:
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            return model
+
+
+class ModuleProvider:
+    """A module's parameters and persistent buffers, and its `get_extra_state` objects.
+
+    Parameters that need no gradient form the group "frozen".
+    """
+
+    per_rank = False
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = unwrap(module)
+
+    def _split(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        tensors: dict[str, torch.Tensor] = {}
+        extra: dict[str, object] = {}
+        own = {id(p) for p in self.module.parameters()} | {id(b) for b in self.module.buffers()}
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            if key.endswith("_extra_state"):
+                extra[key] = value
+            elif id(value) in own:
+                tensors[key] = value
+            else:
+                raise InputError(
+                    f"the module's state_dict() has {key!r}, which is none of its parameters or "
+                    "buffers, so it cannot be restored in place",
+                    fix="Attach the module through a StateProvider of its own",
+                )
+        return tensors, extra
+
+    def segments(self) -> Sequence[Segment]:
+        """Parameters and persistent buffers, by their names in `state_dict()`."""
+        return [
+            Segment(
+                key, t, FROZEN if type(t) is torch.nn.Parameter and not t.requires_grad else STATE
+            )
+            for key, t in self._split()[0].items()
+        ]
+
+    def state(self) -> object:
+        """The extra states by name, or None."""
+        return self._split()[1] or None
+
+    def fit(self, saved: Saved) -> Fit:
+        """By name, dtype and shape."""
+        tensors, extra = self._split()
+        fit = compare(saved.tensors, tensors)
+        stored = saved.state or {}
+        fit.missing += sorted(extra.keys() - stored.keys())
+        fit.unexpected += sorted(stored.keys() - extra.keys())
+        return fit
+
+    def load(self, saved: Saved) -> None:
+        """Copy into the live tensors; a tensor with several names is copied once."""
+        tensors, extra = self._split()
+        skip = set(self.fit(saved).mismatched)
+        done: set[int] = set()
+        for key, tensor in tensors.items():
+            if key in saved.tensors and key not in skip and id(tensor) not in done:
+                saved.copy_into(key, tensor)
+                done.add(id(tensor))
+        for key, value in (saved.state or {}).items():
+            if key in extra:
+                owner = key.removesuffix("_extra_state").removesuffix(".")
+                self.module.get_submodule(owner).set_extra_state(value)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with torch's pair of methods."""
+
+    def state_dict(self) -> Any:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take it back."""
+        ...
+
+
+class ObjectProvider:
+    """A state that one function returns and another takes back, whole."""
+
+    def __init__(
+        self, get: Callable[[], object], set: Callable[[Any], object], *, per_rank: bool = False
+    ) -> None:
+        self._get, self._set, self.per_rank = get, set, per_rank
+
+    @classmethod
+    def of(cls, owner: Stateful) -> ObjectProvider:
+        """Of anything with `state_dict` and `load_state_dict`."""
+        return cls(owner.state_dict, owner.load_state_dict)
+
+    @classmethod
+    def of_value(cls, value: dict[Any, Any] | list[Any]) -> ObjectProvider:
+        """Of a dict or list, whose contents are replaced when it is restored."""
+
+        def put(saved: Any) -> None:
+            if type(saved) is not type(value):
+                raise InputError(
+                    f"the checkpoint has a {type(saved).__name__} where a {type(value).__name__} "
+                    "is attached"
+                )
+            if isinstance(value, dict):
+                value.clear()
+                value.update(saved)
+            else:
+                value[:] = saved
+
+        return cls(lambda: value, put)
+
+    def segments(self) -> Sequence[Segment]:
+        """None: tensors inside the object are found when it is encoded."""
+        return ()
+
+    def state(self) -> object:
+        """What `get` returns."""
+        return self._get()
+
+    def fit(self, saved: Saved) -> Fit:
+        """Always: only the owner can tell, when it takes the state back."""
+        return Fit()
+
+    def load(self, saved: Saved) -> None:
+        """Give `set` the saved state."""
+        self._set(saved.state)
+
+
+class RngProvider:
+    """This process's random generators: Python's, numpy's global one, torch's, and CUDA's."""
+
+    per_rank = True
+
+    def segments(self) -> Sequence[Segment]:
+        """None: generator states are small and belong to the object."""
+        return ()
+
+    def state(self) -> object:
+        """Each generator's own form of its state; CUDA's for every device, if it is in use."""
+        cuda = torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        return {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 (whoever uses it needs it back)
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+        }
+
+    @staticmethod
+    def _cuda_fits(saved: Saved) -> bool:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return len(saved.state["cuda"]) in (0, count)
+
+    def fit(self, saved: Saved) -> Fit:
+        """Fits everywhere, but for CUDA states of another number of devices."""
+        return Fit(left_alone=[] if self._cuda_fits(saved) else ["cuda"])
+
+    def load(self, saved: Saved) -> None:
+        """Set every generator to its saved state."""
+        random.setstate(saved.state["python"])
+        np.random.set_state(saved.state["numpy"])  # noqa: NPY002
+        torch.set_rng_state(saved.state["torch"])
+        if saved.state["cuda"] and self._cuda_fits(saved):
+            torch.cuda.set_rng_state_all(saved.state["cuda"])
+
+
+def provider_of(value: object, name: str) -> StateProvider:
+    """The provider for something that a user attached as `extra`.
+
+    Raises:
+        InputError: there is none for its type.
+    """
+    if isinstance(value, StateProvider):
+        return value
+    if isinstance(value, torch.nn.Module):
+        return ModuleProvider(value)
+    if isinstance(value, Stateful):
+        return ObjectProvider.of(value)
+    if isinstance(value, (dict, list)):
+        return ObjectProvider.of_value(value)
+    raise InputError(
+        f"{name!r} cannot be attached: a {type(value).__name__} has no state to restore",
+        rule="attach an object with state_dict and load_state_dict, a dict, a list, or a provider",
+        fix="Wrap it: eke.checkpoint.ObjectProvider(get, set)",
+    )

@@ -1,0 +1,96 @@
+"""Every call by which a checkpoint touches a disk, in one small class.
+
+There is one reason for the class: tests replace a method to make a disk fill up, fail, or write
+less than it was asked to, at any chosen call.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+class Storage:
+    """The local file system. Every method raises `OSError` as the call beneath it does."""
+
+    def make_dir(self, path: Path) -> None:
+        """Create one directory; an existing one is an error."""
+        path.mkdir()
+
+    def make_root(self, path: Path) -> None:
+        """Create the directory that holds all checkpoints, if it is not there."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> int:
+        """Create a file for writing, which must not exist; returns its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def open(self, path: Path) -> int:
+        """Open a file for reading; returns its descriptor."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def write(self, fd: int, data: memoryview) -> int:
+        """Write some of `data`; returns how many bytes were taken."""
+        return os.write(fd, data)
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Read from `offset` into `buffer`; returns how many bytes came, 0 at the end."""
+        return os.preadv(fd, [buffer], offset)
+
+    def size(self, fd: int) -> int:
+        """The open file's length in bytes."""
+        return os.fstat(fd).st_size
+
+    def sync(self, fd: int) -> None:
+        """Make the open file's contents durable."""
+        os.fsync(fd)
+
+    def sync_dir(self, path: Path) -> None:
+        """Make a directory's names durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a directory; the target must not exist."""
+        source.rename(target)
+
+    def remove_tree(self, path: Path) -> None:
+        """Delete a directory and everything in it."""
+        shutil.rmtree(path)
+
+
+def read_exactly(storage: Storage, fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset`; returns the bytes read, fewer only at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        count = storage.read_into(fd, buffer[done:], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def read_file(storage: Storage, path: Path, limit_bytes: int) -> bytes:
+    """A whole small file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is longer than `limit_bytes`.
+    """
+    fd = storage.open(path)
+    try:
+        size = storage.size(fd)
+        if size > limit_bytes:
+            raise ValueError(f"{size} bytes long; at most {limit_bytes} are allowed")
+        data = bytearray(size)
+        return bytes(data[: read_exactly(storage, fd, memoryview(data), 0)])
+    finally:
+        storage.close(fd)

@@ -1,0 +1,155 @@
+"""`eke checkpoint`: look at checkpoints on disk. Nothing is unpickled, and torch is not loaded.
+
+Exit codes of `verify`: 0 every byte is the one that was written; 1 corrupt (bytes are there and
+wrong); 4 incomplete (a file, its end, or the manifest is not there); 5 foreign (not a checkpoint
+of this version of eke, or files that no manifest lists). With several problems the first of
+1, 4, 5 that applies.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+EXIT_CODES = {None: 0, "corrupt": 1, "incomplete": 4, "foreign": 5}
+
+app = typer.Typer(
+    help="List, inspect and verify checkpoints; reads them without torch, and never unpickles.",
+    no_args_is_help=True,
+)
+
+PathArgument = Annotated[
+    Path, typer.Argument(help="A run, its checkpoints directory, or one step's directory.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _amount(count: float) -> str:
+    """Bytes for a reader: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _table(*columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        numeric = column in ("step", "size", "age")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    return table
+
+
+def _print(item: Any) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 160  # a pipe has no width to wrap at
+    console.print(item)
+
+
+@app.command("ls")
+def list_steps(path: PathArgument, as_json: JsonOption = False) -> None:
+    """List the checkpoints of a run, with damaged ones and what crashes left behind."""
+    from eke.checkpoint import overview
+
+    rows = overview(path)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    if not rows:
+        typer.echo(f"no checkpoints in {path}")
+        return
+    table = _table("step", "status", "size", "age", "directory")
+    for row in rows:
+        table.add_row(
+            str(row["step"]),
+            row["status"],
+            _amount(row["bytes"]),
+            _age(row["age_s"]),
+            row["name"],
+        )
+    _print(table)
+
+
+@app.command("inspect")
+def inspect_step(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Show what one checkpoint holds (of a run: its newest): providers, tensors, hashes.
+
+    The text has the first 12 digits of each hash; --json has all of them.
+    """
+    from eke.checkpoint import inspect
+
+    facts = inspect(path)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts["created_unix_s"]))
+    typer.echo(
+        f"{facts['path']}\n"
+        f"step {facts['step']}, saved {made} by {facts['world_size']} rank(s), "
+        f"{_amount(facts['bytes'])}; eke {facts['eke']}, torch {facts['torch']}"
+    )
+    for name, provider in facts["providers"].items():
+        tensors = provider["tensors"]
+        own = ", each rank its own" if provider["per_rank"] else ""
+        typer.echo(f"\n{name}: {len(tensors)} tensor(s), {_amount(provider['bytes'])}{own}")
+        if tensors:
+            _print(_tensors_table(tensors))
+
+
+def _tensors_table(tensors: dict[str, Any]) -> Table:
+    table = _table("tensor", "dtype", "shape", "size", "group", "xxh3-128")
+    for key, tensor in tensors.items():
+        hashes = [shard["xxh3_128"] for shard in tensor["shards"]]
+        what = hashes[0][:12] if len(hashes) == 1 else f"{len(hashes)} shards"
+        if tensor["alias_of"] is not None:
+            what = f"is {tensor['alias_of']}"
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        size = _amount(tensor["bytes"])
+        table.add_row(key, tensor["dtype"], shape, size, tensor["group"], what)
+    return table
+
+
+@app.command("verify")
+def verify_steps(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Read every byte and compare it with its hash: of one checkpoint, or of all of a run.
+
+    Exit codes: 0 sound, 1 corrupt, 4 incomplete, 5 foreign.
+    """
+    from eke.checkpoint import verify
+    from eke.checkpoint.errors import worst
+    from eke.checkpoint.layout import root_of, step_dirs
+
+    reports = [verify(one) for one in step_dirs(root_of(path)).values()] or [verify(path)]
+    problems = [problem for report in reports for problem in report.problems]
+    if as_json:
+        typer.echo(json.dumps([report.to_json() for report in reports], indent=2))
+    else:
+        for report in reports:
+            if report.ok:
+                typer.echo(f"{report.path}: sound ({_amount(report.bytes_read)} read)")
+            else:
+                typer.echo(f"{report.path}: {report.kind}")
+            for problem in report.problems:
+                typer.echo(f"  {problem.kind}: {problem}")
+    raise typer.Exit(EXIT_CODES[worst(problems) if problems else None])

@@ -1,0 +1,276 @@
+"""From a run's view to what a page holds: pictures with captions, and tables of their numbers.
+
+Every picture comes in two widths, because text that is scaled with its picture cannot be read
+on a telephone; the page shows the one that fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from eke.report import charts
+from eke.report.accounting import Amount
+from eke.report.frame import tick_text
+from eke.report.loss_chart import cut_points, loss_chart, losses, unnamed_marks
+from eke.report.scales import LIMIT_POINTS, Point
+from eke.report.text import UNKNOWN, amount, count, duration, loss, power, share
+from eke.report.view import RunView
+
+WIDE, NARROW = 1040, 340
+TABLE_ROWS = 200
+"""A table of numbers shows at most this many rows, evenly spread."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as text; `numeric` are the columns that are aligned on the right."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture in two widths (SVG markup), what to know when reading it, and its numbers."""
+
+    wide: str
+    narrow: str
+    caption: str
+    tables: tuple[Table, ...] = ()
+
+
+def spread(rows: Sequence[tuple[str, ...]], limit: int = TABLE_ROWS) -> tuple[tuple[str, ...], ...]:
+    """At most `limit` of the rows, evenly spread, the last among them."""
+    if len(rows) <= limit:
+        return tuple(rows)
+    every = math.ceil(len(rows) / (limit - 1))
+    return (*rows[:-1][::every], rows[-1])
+
+
+def both(draw: Callable[[int, str], str], name: str, wide: int = WIDE) -> tuple[str, str]:
+    """A picture in both widths, with ids that differ."""
+    return draw(wide, f"{name}-w"), draw(NARROW, f"{name}-n")
+
+
+def loss_figure(view: RunView) -> Figure:
+    """Loss against FLOPs."""
+    wide, narrow = both(lambda w, n: loss_chart(view, width=w, name=n), "loss")
+    points = losses(view.steps)
+    notes = []
+    if len(points) // 40 >= 1:
+        n = 2 * (len(points) // 40) + 1
+        notes.append(f"The strong line is a centred mean of up to {n} steps.")
+    if len(points) > LIMIT_POINTS:
+        notes.append(
+            f"{count(len(points))} steps are drawn as the lowest and highest loss of each of "
+            f"{LIMIT_POINTS // 2:,} equal stretches of the axis."
+        )
+    if view.evals:
+        notes.append("Bars on held-out losses are two standard errors on each side.")
+    if any(d.action == "continue" for d in view.decisions):
+        notes.append("Ticks along the top are decisions to go on.")
+    if cut := cut_points(view):
+        notes.append(f"{count(cut)} steps lie off the axis and are drawn at its edge.")
+    if view.bad_losses:
+        notes.append(f"{count(view.bad_losses)} steps had a loss that is not a number: left out.")
+    if unnamed := unnamed_marks(view, WIDE):
+        notes.append(f"{count(unnamed)} more marks are named in the table of decisions.")
+    steps = [
+        (count(s.step), power(s.x), loss(s.loss), s.phase or UNKNOWN, count(s.tokens_total))
+        for s in view.steps
+    ]
+    evals = [
+        (count(e.step), power(e.x), loss(e.loss), UNKNOWN if e.se is None else f"{power(e.se)}",
+         count(e.examples), "yes" if e.finished else "no")
+        for e in view.evals
+    ]  # fmt: skip
+    x = "FLOPs" if view.x_unit == "flops" else "axis"
+    tables = (
+        Table(
+            "Held-out evaluations",
+            ("step", x, "loss", "standard error", "examples", "finished model"),
+            spread(evals),
+            (0, 1, 2, 3, 4),
+        ),
+        Table(
+            "Training steps"
+            + (
+                f" ({TABLE_ROWS} at most of {count(len(steps))})" if len(steps) > TABLE_ROWS else ""
+            ),
+            ("step", x, "loss", "phase", "tokens so far"),
+            spread(steps),
+            (0, 1, 2, 4),
+        ),
+    )
+    return Figure(wide, narrow, " ".join(notes), tuple(t for t in tables if t.rows))
+
+
+def budget_figures(view: RunView) -> tuple[Figure, ...]:
+    """Seconds and FLOPs by activity."""
+    accounts, figures = view.accounts, []
+    for unit, heading in (("seconds", "Seconds"), ("flops", "FLOPs")):
+        total = accounts.total(unit)
+        bars = []
+        for row in accounts.rows:
+            part = row.amounts[unit]
+            text = amount(unit, part.value)
+            if part.value is not None and not part.is_exact:
+                text = f"≥ {text}"
+            elif part.value and total.known > 0:
+                text = f"{text} · {share(part.value / total.known)}"
+            bars.append(charts.Bar(row.activity, row.label, part.value, text))
+        whole = amount(unit, total.value)
+        whole = whole if total.is_exact else f"≥ {whole}" if total.value is not None else whole
+        if not accounts.rows:
+            whole = "no bills"
+
+        def draw(
+            width: int, name: str, bars: list[charts.Bar] = bars, whole: str = whole,
+            heading: str = heading,
+        ) -> str:  # fmt: skip
+            return charts.waterfall(bars, whole, heading=heading, width=width, name=name)
+
+        wide, narrow = both(draw, f"spent-{unit}", 510)
+        figures.append(Figure(wide, narrow, ""))
+    return tuple(figures)
+
+
+def budget_table(view: RunView) -> Table:
+    """Every unit of every activity; unknown units say so."""
+    accounts = view.accounts
+    columns = [("seconds", "time"), ("flops", "FLOPs"), ("tokens", "tokens"), ("joules", "energy")]
+    if accounts.total("money").value is not None and accounts.rows:
+        columns.append(("money", "cost"))
+
+    def cells(amounts: dict[str, Amount]) -> tuple[str, ...]:
+        out = []
+        for unit, _ in columns:
+            part = amounts[unit]
+            text = amount(unit, part.value, view.currency)
+            out.append(text if part.is_exact or part.value is None else f"at least {text}")
+        return tuple(out)
+
+    rows = [
+        (r.label + (" (in part estimated)" if r.estimates else ""), *cells(r.amounts))
+        for r in accounts.rows
+    ]
+    if rows:
+        rows.append(("all", *cells(accounts.totals)))
+    return Table(
+        "Bills by activity",
+        ("activity", *(label for _, label in columns)),
+        tuple(rows),
+        tuple(range(1, len(columns) + 1)),
+    )
+
+
+def coverage(view: RunView) -> str:
+    """How the bills compare with the wall clock, in sentences."""
+    accounts = view.accounts
+    if not accounts.rows:
+        return "The ledger holds no bills."
+    if accounts.coverage is None:
+        return "The ledger does not say when its bills were written, so the wall clock is unknown."
+    unknown = accounts.total("seconds").unknown
+    parts = [
+        f"The bills account for {share(accounts.coverage)} of the wall clock: "
+        f"{duration(accounts.accounted_s)} of {duration(accounts.wall_s)}"
+        + (f" in {accounts.processes} processes." if accounts.processes > 1 else "."),
+        "A process is counted from the start of its first bill to its last bill; work in flight "
+        "at a crash is added as the ledger estimates it; time in which no process ran is left out.",
+    ]
+    if unknown:
+        parts.append(f"{count(unknown)} bills do not know their seconds.")
+    if accounts.undone_bills:
+        parts.append(
+            f"Lost work includes {count(accounts.undone_bills)} bills that a resume undid."
+        )
+    return " ".join(parts)
+
+
+def _series(view: RunView, points: list[Point], kind: str) -> Figure:
+    values = [v for _, v in points]
+    if kind == "padding":
+        heading = "Padding, share of computed positions"
+        says = (
+            f"between {share(min(values))} and {share(max(values))} a step, "
+            f"{share(math.fsum(values) / len(values))} on average"
+        )
+
+        def text(ticks: Sequence[float]) -> Callable[[float], str]:
+            inner = tick_text([100 * t for t in ticks])
+            return lambda v: f"{inner(100 * v)} %"
+    else:
+        heading, says = (
+            "Tokens per second",
+            f"between {count(min(values))} and {count(max(values))} a second",
+        )
+        text = _compact
+    name = f"series-{kind}"
+
+    def draw(width: int, name: str) -> str:
+        return charts.series(
+            points, heading=heading, description=f"Over {count(len(points))} steps, {says}.",
+            class_=kind, text=text, width=width, name=name,
+        )  # fmt: skip
+
+    wide, narrow = both(draw, name)
+    shown = share if kind == "padding" else count
+    rows = tuple((count(int(s)), shown(v)) for s, v in points)
+    table = Table(heading, ("step", heading.lower()), spread(rows), (0, 1))
+    note = f"{says.capitalize()}."
+    if len(points) > LIMIT_POINTS:
+        note += f" Drawn as the lowest and highest of {LIMIT_POINTS // 2:,} equal stretches."
+    return Figure(wide, narrow, note, (table,))
+
+
+def _compact(ticks: Sequence[float]) -> Callable[[float], str]:
+    inner = tick_text(ticks)
+    return lambda v: f"{v / 1000:.4g} k" if 1e4 <= abs(v) < 1e6 else inner(v)
+
+
+def length_figures(view: RunView) -> tuple[Figure, ...]:
+    """Lengths of samples, padding over time, and tokens a second; those that were recorded."""
+    figures = []
+    if view.lengths is not None and view.lengths.samples > 0:
+        lengths = view.lengths
+        wide, narrow = both(lambda w, n: charts.histogram(lengths, width=w, name=n), "lengths")
+        n = len(lengths.counts)
+        rows = tuple(
+            (f"{count(round(lengths.cap * i / n))} to {count(round(lengths.cap * (i + 1) / n))}",
+             count(c), share(c / lengths.samples))
+            for i, c in enumerate(lengths.counts)
+        )  # fmt: skip
+        note = f"{count(lengths.samples)} samples of {count(lengths.steps)} steps."
+        if lengths.left_out:
+            note += f" {count(lengths.left_out)} steps with other bins are left out."
+        table = Table("Lengths", ("tokens", "samples", "share"), rows, (0, 1, 2))
+        figures.append(Figure(wide, narrow, note, (table,)))
+    padding = [(float(s.step), s.padding) for s in view.steps if s.padding is not None]
+    rates = [(float(s.step), s.tokens_per_s) for s in view.steps if s.tokens_per_s is not None]
+    if padding:
+        figures.append(_series(view, padding, "padding"))
+    if rates:
+        figures.append(_series(view, rates, "rate"))
+    return tuple(figures)
+
+
+def proof_figure(view: RunView) -> Figure | None:
+    """The resume proof, if one was made."""
+    if view.proof is None:
+        return None
+    shown = view.proof
+    wide, narrow = both(lambda w, n: charts.proof(shown, width=w, name=n), "proof")
+    rows = tuple(
+        (count(s), loss(a), loss(b), UNKNOWN if a is None or b is None else power(b - a))
+        for s, a, b in zip(shown.steps, shown.reference, shown.resumed, strict=True)
+    )
+    table = Table(
+        "Losses", ("step", "never stopped", "killed and resumed", "difference"), spread(rows),
+        (0, 1, 2, 3),
+    )  # fmt: skip
+    return Figure(wide, narrow, shown.what, (table,))

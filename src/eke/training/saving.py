@@ -1,0 +1,178 @@
+"""Saving, and going back: cadence, the newest checkpoint, what a crash undid, rollback.
+
+A rollback takes back weights and optimizer state only. Step counts, data position and logs go
+on, so that nothing is trained twice and a crash right after it is like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from eke.budget import Bill
+from eke.budget.jsonl import Record, read_records
+from eke.budget.units import parse_duration
+from eke.checkpoint import Checkpointer
+from eke.distributed import world
+from eke.errors import EkeError, InputError
+from eke.training.config import Cadence
+from eke.training.session import Session, agreed
+
+LEAST_AUTO_S = 5.0
+"""`every = "auto"` never saves more often than this."""
+
+
+def auto_interval_s(save_s: float, mtbf_s: float) -> float:
+    """Seconds between saves that lose least: sqrt(2 x cost of a save x time between failures).
+
+    Source: Young 1974, "A first order approximation to the optimum checkpoint interval".
+    """
+    return max(LEAST_AUTO_S, math.sqrt(2.0 * save_s * mtbf_s))
+
+
+def first_lost(records: Sequence[Record], saved_at: int, step: int, end: int) -> int:
+    """The byte of the ledger from which on bills are for work that a resume undid; else `end`.
+
+    After the position that a save remembered come the bill of the save itself, and of what was
+    done at that step without training further: these stand.
+
+    Args:
+        records: the whole ledger.
+        saved_at: its length when the restored checkpoint was saved.
+        step: the restored step.
+        end: its length now.
+    """
+    for record in records:
+        bill = record.value
+        if record.offset < saved_at or bill.get("kind") != "bill":
+            continue
+        if bill["what"] in ("train", "padding", "eval") or bill["step"] > step:
+            return record.offset
+    return end
+
+
+class Saving:
+    """Owns the checkpointer of a run."""
+
+    def __init__(self, session: Session, saver: Checkpointer) -> None:
+        self._session, self._saver = session, saver
+        self._last = time.perf_counter()
+
+    def due(self) -> bool:
+        """Whether a save is due once the step under way is done. Only rank 0's answer counts."""
+        s = self._session
+        every = s.config.checkpoint.every
+        since = time.perf_counter() - self._last
+        if every == "auto":
+            mtbf_s = parse_duration(s.config.checkpoint.mtbf)
+            return since >= auto_interval_s(s.save_s, mtbf_s)
+        cadence = Cadence.parse(every)
+        if cadence.steps is not None:
+            return (s.state.step + 1) % cadence.steps == 0
+        return since >= (cadence.seconds or 0.0)
+
+    def save(self) -> None:
+        """Save now, unless this step is saved already."""
+        s = self._session
+        if s.state.step in self._saver.steps():
+            return
+        s.gather("govern")
+        s.flush()
+        # Every rank's state is the same, so that it restores on any number of ranks.
+        s.state.offsets = agreed(s.run.offsets() if world().is_main else None)
+        self._saver.protect({b for b in (s.state.best_step,) if b is not None})
+        self._saver.save(s.state.step)
+        s.save_s = s.charge("checkpoint") or s.save_s
+        self._last = time.perf_counter()
+
+    def close(self) -> None:
+        """Let the checkpointer go."""
+        self._saver.close()
+
+    # ------------------------------------------------------------------ going back
+
+    def restore_newest(self) -> bool:
+        """Load the newest checkpoint; False when there is none.
+
+        Raises:
+            InputError: the data is not what the checkpoint was trained on.
+        """
+        s = self._session
+        fingerprint = s.prepared.corpus["fingerprint"]
+        report = self._saver.restore()
+        if report is not None and s.state.corpus != fingerprint:
+            raise InputError(
+                "the training data is not what this run was started on",
+                value=fingerprint,
+                rule=f"the checkpoint saw {s.state.corpus}",
+                fix="Bring the data back as it was, or start a new run (--set run.name=...)",
+            )
+        s.state.corpus = fingerprint
+        return report is not None
+
+    def back_to(self, step: int, *, only: tuple[str, ...] = ("model", "optimizer")) -> None:
+        """Take the weights (and optimizer state) of an earlier step; all else goes on."""
+        self._saver.restore(step=step, only=only)
+
+    def newest(self) -> int | None:
+        """The newest committed step."""
+        return max(self._saver.steps(), default=None)
+
+    def recover(self, loss: float, norm: float) -> int:
+        """After a step that was not finite: the last checkpoint's weights at half the rate.
+
+        Returns the step whose weights were taken.
+
+        Raises:
+            EkeError: it happened before, or nothing was saved yet.
+        """
+        state = self._session.state
+        state.bad_steps += 1
+        step = self.newest()
+        if state.bad_steps > 1 or step is None:
+            why = "nothing was saved yet to go back to"
+            if step is not None:
+                why = "once, a run goes back to its last checkpoint at half the learning rate"
+            raise EkeError(
+                f"the loss is not finite at step {state.step}",
+                value=f"loss {loss}, gradient norm {norm}",
+                rule=why,
+                fix="Lower optimizer.lr, look at the data of this step, and start a new run",
+            )
+        self.back_to(step)
+        state.lr_scale *= 0.5
+        return step
+
+    def account_for_lost_work(self, *, crashed: bool) -> None:
+        """Mark in the logs what was done after the restored checkpoint, on rank 0.
+
+        What was under way when a process was killed was never billed. It is at most one activity,
+        so it is charged like the dearest there was: limits hold over any number of crashes.
+        """
+        s = self._session
+        if not world().is_main:
+            return
+        offsets = dict(s.state.offsets) or {"ledger": 0, "metrics": 0, "decisions": 0}
+        records = read_records(s.run.path / "ledger.jsonl")
+        offsets["ledger"] = first_lost(
+            records, offsets["ledger"], s.state.step, s.run.ledger.offset
+        )
+        s.run.rewind(offsets, s.state.step)
+        if crashed:
+            bills = [b for b in s.run.ledger.bills if b.what != "startup"]
+            seconds = max((b.seconds or 0.0 for b in bills), default=0.0)
+            lost = Bill(
+                who="training",
+                what="lost",
+                step=s.state.step,
+                flops=max((b.flops or 0.0 for b in bills), default=0.0),
+                seconds=seconds,
+                # Unknown only where it was unknown before: else the total would be, from here on.
+                joules=max((b.joules for b in bills if b.joules is not None), default=None),
+                money=s.with_money({"seconds": seconds}).get("money"),
+                measured=False,
+            )
+            s.run.ledger.add(lost)
+        assert s.biller is not None
+        s.biller.recount()

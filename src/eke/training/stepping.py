@@ -1,0 +1,192 @@
+"""One optimizer step: exact token-mean gradients over micro-batches and ranks, logged and billed.
+
+Shape letters: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from eke.batching import Block
+from eke.budget.flops import train_flops
+from eke.budget.meters import resident_bytes
+from eke.distributed import gather_objects, world
+from eke.training.config import RunConfig
+from eke.training.loss import token_losses
+from eke.training.schedule import lr_factor, phase
+from eke.training.session import Session
+
+HISTOGRAM_BINS = 24
+SLOWEST_OF = 20
+"""A step's time is predicted from the slowest of so many steps before it."""
+
+
+def build_optimizer(
+    model: torch.nn.Module, config: RunConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    """AdamW; matrices decay, vectors (norms, biases) do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    lr = config.optimizer.lr
+    assert isinstance(lr, float)
+    groups = [
+        ([p for p in trained if p.ndim >= 2], config.optimizer.weight_decay),
+        ([p for p in trained if p.ndim < 2], 0.0),
+    ]
+    return torch.optim.AdamW(
+        [{"params": params, "weight_decay": decay} for params, decay in groups if params],
+        lr=lr,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+        # One kernel over all parameters: the loop over them costs more than the arithmetic.
+        fused=device.type == "cuda",
+        foreach=device.type != "cuda",
+    )
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A step as all ranks agree on it."""
+
+    loss: float
+    norm: float
+    finite: bool
+    signalled: bool
+    save_due: bool
+
+
+class Stepper:
+    """Owns the (wrapped) model and the optimizer."""
+
+    def __init__(
+        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._s, self._model, self._optimizer = session, model, optimizer
+        self._slowness: list[float] = []
+
+    def cost(self, block: Block) -> dict[str, float]:
+        """What the block costs: FLOPs, tokens and steps exactly, time from recent steps."""
+        s, p = self._s, self._s.prepared
+        flops = sum(train_flops(p.shape, b, t) for b, t in block.shapes)
+        cost = {"flops": flops, "tokens": float(block.tokens), "steps": 1.0}
+        if self._slowness:
+            cost["seconds"] = flops * max(self._slowness) * 1.3
+        elif p.flops_per_s:
+            cost["seconds"] = flops / p.flops_per_s * 1.5
+        spent = s.spent()
+        if spent.get("joules") and spent.get("flops"):
+            cost["joules"] = flops * spent["joules"] / spent["flops"] * 1.3
+        return s.with_money(cost)
+
+    def step(
+        self,
+        block: Block,
+        flops: float,
+        spent: Mapping[str, float],
+        *,
+        signalled: bool,
+        save_due: bool,
+    ) -> StepOutcome:
+        """Train on a block, unless its loss is not finite; either way it counts as a step."""
+        s, p, state = self._s, self._s.prepared, self._s.state
+        lr = self._set_lr(spent)
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        for i, micro in enumerate(block):
+            with self._gradients_stay_local(until_last=i < len(block) - 1):
+                batch = {k: v.to(p.device, non_blocking=True) for k, v in micro.items()}
+                with p.autocast:
+                    micro_sum = token_losses(self._model, batch).sum()
+                torch.autograd.backward(micro_sum * micro.scale)
+            loss_sum += micro_sum.detach().double().cpu()
+        clip = s.config.optimizer.clip or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(p.model.parameters(), clip))
+        views = gather_objects([float(loss_sum), norm, signalled, save_due])
+        loss = math.fsum(v[0] for v in views) / max(1, block.label_tokens)
+        finite = math.isfinite(loss) and all(math.isfinite(v[1]) for v in views)
+        if finite:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        state.samples += block.samples
+        counts = block.position["counts"]
+        state.dropped = counts["empty"] + counts["skipped"]
+        state.tokens += block.tokens
+        state.flops += flops
+        self._log(block, flops, loss, norm, lr, spent, finite)
+        return StepOutcome(loss, norm, finite, any(v[2] for v in views), bool(views[0][3]))
+
+    def _set_lr(self, spent: Mapping[str, float]) -> float:
+        s, state = self._s, self._s.state
+        warmup, peak = s.config.optimizer.warmup_steps, s.config.optimizer.lr
+        assert isinstance(warmup, int)
+        assert isinstance(peak, float)
+        progress = None if state.decay is None else state.decay.progress(spent)
+        lr = peak * state.lr_scale * lr_factor(state.step, warmup, progress)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _gradients_stay_local(self, *, until_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """DDP averages gradients once a step, with the last micro-batch."""
+        model: Any = self._model
+        if until_last and world().size > 1:
+            return model.no_sync()  # type: ignore[no-any-return]
+        return contextlib.nullcontext()
+
+    def _log(
+        self,
+        block: Block,
+        flops: float,
+        loss: float,
+        norm: float,
+        lr: float,
+        spent: Mapping[str, float],
+        finite: bool,
+    ) -> None:
+        s, state, shape = self._s, self._s.state, self._s.prepared.shape
+        if s.biller is None:
+            return
+        useful = sum(train_flops(shape, 1, n) for n in block.lengths)
+        seconds = s.biller.charge_step(
+            state.step, useful_flops=useful, flops=flops, tokens=block.tokens
+        )
+        self._slowness = [*self._slowness[1 - SLOWEST_OF :], seconds / flops]
+        warmup, cap = s.config.optimizer.warmup_steps, s.config.data.max_length
+        assert isinstance(warmup, int)
+        assert isinstance(cap, int)
+        # Longer samples than the cap (data.overlength = "solo") go into the last bin.
+        shown = np.minimum(block.lengths, cap)
+        counts, _ = np.histogram(shown, bins=HISTOGRAM_BINS, range=(0, cap))
+        record = {
+            "kind": "step",
+            "step": state.step,
+            "epoch": block.epoch,
+            "phase": phase(state.step - 1, warmup, state.decay),
+            "loss": loss if block.label_tokens else None,
+            "skipped": not finite,
+            "lr": lr,
+            "grad_norm": norm,
+            "samples": block.samples,
+            "tokens": block.tokens,
+            "label_tokens": block.label_tokens,
+            "padded_tokens": block.padded_tokens,
+            "micro_batches": len(block),
+            "length_min": min(block.lengths, default=0),
+            "length_mean": block.tokens / max(1, block.samples),
+            "length_max": max(block.lengths, default=0),
+            "lengths": counts.tolist(),
+            "length_cap": cap,
+            "step_s": seconds,
+            "rss_bytes": resident_bytes(),
+            "tokens_per_s": block.tokens / seconds,
+            "flops_total": state.flops,
+            "tokens_total": state.tokens,
+            "budget_used": s.budget.share({**spent, "steps": float(state.step)})[0],
+        }
+        s.log("metrics", record)

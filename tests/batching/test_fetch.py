@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from eke.batching.batch import Tokens
+from eke.batching.fetch import SampleFetcher
+from eke.errors import EkeError, InputError
+
+LENGTHS = [(i * 37) % 23 for i in range(300)]
+
+
+def fetcher(dataset: Any, workers: int = 0, **more: Any) -> SampleFetcher:
+    settings = {"limit": None, "most": 100, "start_method": None, **more}
+    return SampleFetcher(dataset, num_workers=workers, **settings)
+
+
+def plain(samples: list[Tokens]) -> list[Any]:
+    return [(s.ids.tolist(), s.labels.tolist(), s.full_length, s.label_tokens) for s in samples]
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_samples_come_in_the_order_asked_for(
+    token_dataset: Callable[[list[int]], Any], workers: int
+) -> None:
+    dataset = token_dataset(LENGTHS)
+    fetch = fetcher(dataset, workers)
+    for indices in ([5, 3, 4], list(range(299, 200, -1)), [], list(range(100)), [7] * 3):
+        samples = fetch.take(indices)
+        assert len(samples) == len(indices)
+        for index, sample in zip(indices, samples, strict=True):
+            item = dataset[index]
+            assert sample.ids.tolist() == item["input_ids"].tolist()
+            assert sample.labels.tolist() == item["labels"].tolist()
+            assert sample.full_length == LENGTHS[index]
+            assert sample.label_tokens == int((item["labels"][1:] != -100).sum())
+    fetch.close()
+    fetch.close()
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+def test_what_was_started_is_taken_and_what_was_not_is_dropped(
+    token_dataset: Callable[[list[int]], Any],
+) -> None:
+    dataset = token_dataset(LENGTHS)
+    fetch = fetcher(dataset, 2)
+    alone = fetcher(dataset)
+    first, second, other = list(range(100)), list(range(100, 200)), list(range(150, 250))
+    assert plain(fetch.take(first)) == plain(alone.take(first))
+    fetch.start(second)
+    assert plain(fetch.take(second)) == plain(alone.take(second))
+    fetch.start(first)
+    assert plain(fetch.take(other)) == plain(alone.take(other))
+    fetch.start(first)
+    fetch.close()
+
+
+def test_overlong_samples_are_cut_where_asked(token_dataset: Callable[[list[int]], Any]) -> None:
+    dataset = token_dataset([3, 9])
+    short, long = fetcher(dataset, limit=5).take([0, 1])
+    assert (len(short.ids), short.full_length) == (3, 3)
+    assert (len(long.ids), len(long.labels), long.full_length) == (5, 5, 9)
+    assert long.label_tokens == int((dataset[1]["labels"][1:5] != -100).sum())
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_global_random_state_is_not_touched(
+    token_dataset: Callable[[list[int]], Any], workers: int
+) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    fetch = fetcher(token_dataset(LENGTHS), workers)
+    fetch.take([1])
+    fetch.take([2])
+    fetch.close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Raising:
+    """Raises at item 7; the others have one token."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 7:
+            raise self._error
+        return {"input_ids": np.array([1]), "labels": np.array([1])}
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("no such file"), EkeError, "sample 7: ValueError: no such file."),
+        (InputError("no text", fix="Add it"), InputError, "sample 7: no text. Add it."),
+    ],
+)
+def test_a_failing_sample_is_named(
+    workers: int, error: Exception, kind: type[EkeError], text: str
+) -> None:
+    fetch = fetcher(Raising(error), workers)
+    with pytest.raises(EkeError) as caught:
+        fetch.take(list(range(20)))
+    assert type(caught.value) is kind
+    assert str(caught.value) == text
+    assert len(fetch.take([1, 2, 3])) == 3, "the fetcher can be used again"
+    fetch.close()
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"input_ids": [1, 2], "labels": [1]},
+        {"input_ids": [[1], [2]], "labels": [[1], [2]]},
+        {"input_ids": [0.5], "labels": [1]},
+        {"input_ids": ["a"], "labels": [1]},
+    ],
+)
+def test_a_malformed_sample_is_refused(item: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="sample 0 is not a sequence of tokens"):
+        fetcher([item]).take([0])
+
+
+def test_a_sample_without_labels_is_named() -> None:
+    with pytest.raises(EkeError, match=r"sample 0: KeyError: 'labels'"):
+        fetcher([{"input_ids": [1]}]).take([0])
+
+
+class Dying:
+    """The worker that is asked for item 7 is killed, as the kernel does when memory is short."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 7:
+            time.sleep(0.5)  # so that `start` has returned when it happens
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"input_ids": np.array([1]), "labels": np.array([1])}
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_killed_worker_is_an_error_where_its_samples_are_taken(prefetched: bool) -> None:
+    fetch = fetcher(Dying(), 2)
+    fetch.take([1])
+    indices = list(range(20))
+    if prefetched:
+        fetch.start(indices)
+        while all(p.status() != psutil.STATUS_ZOMBIE for p in psutil.Process().children()):
+            time.sleep(0.01)  # torch's own handler would raise here, in the middle of a step
+    with pytest.raises(EkeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"):
+        fetch.take(indices)
+    assert len(fetch.take([1, 2])) == 2, "new workers replace the old"
+    fetch.close()
+
+
+def test_thousands_of_samples_need_few_descriptors(
+    token_dataset: Callable[[list[int]], Any],
+) -> None:
+    fetch = fetcher(token_dataset([3] * 4000), 2, most=4000)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    samples = fetch.take(list(range(4000)))
+    assert len(list(Path("/proc/self/fd").iterdir())) - before < 50
+    assert len(samples) == 4000
+    fetch.close()

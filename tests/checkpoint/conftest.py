@@ -1,0 +1,215 @@
+"""What the checkpoint tests share: a small training run, a broken disk, and real ranks."""
+
+import errno
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from eke.checkpoint import Checkpointer, Keep, Storage
+
+torch.set_num_threads(1)
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen parameter, BatchNorm buffers, dropout: what is easy to get wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(23, 8)
+        self.inner = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 23, bias=False)
+        self.head.weight = self.embed.weight
+        self.inner.bias.requires_grad_(False)
+
+    def forward(self, ids):
+        return self.head(self.drop(self.norm(self.inner(self.embed(ids)))))
+
+
+class Run:
+    """A model in training; data, dropout and schedule all depend on saved state."""
+
+    def __init__(self, seed=0, **adamw):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW(
+            (p for p in self.model.parameters() if p.requires_grad), lr=0.01, **adamw
+        )
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 2, 5], 0.5)
+        self.notes = {"seen": 0, "history": []}
+
+    def step(self):
+        ids = torch.randint(0, 23, (6,))
+        shift = random.random() + np.random.rand()  # noqa: NPY002
+        loss = nn.functional.cross_entropy(self.model(ids), ids) + shift
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.notes["seen"] += 6
+        self.notes["history"].append(loss.item())
+        return loss.item()
+
+    def steps(self, count):
+        return [self.step() for _ in range(count)]
+
+    def attach_to(self, checkpointer):
+        checkpointer.attach(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            rng=True,
+            extra={"notes": self.notes},
+        )
+        return checkpointer
+
+    def bits(self):
+        """Every tensor of model and optimizer, as bytes by name."""
+        out = {k: v.detach().numpy().tobytes() for k, v in self.model.state_dict().items()}
+        for index, (_, state) in enumerate(self.optimizer.state_dict()["state"].items()):
+            out |= {f"{index}/{k}": v.numpy().tobytes() for k, v in state.items()}
+        return out
+
+
+class FaultyStorage(Storage):
+    """A disk that fails: `fail(call, at, code)` makes the `at`-th call of a method raise."""
+
+    def __init__(self):
+        self.calls = {}
+        self.faults = {}
+        self.short = False
+
+    def fail(self, call, at=1, code=errno.EIO):
+        self.faults[call] = (at, code)
+
+    def heal(self):
+        self.faults = {}
+
+    def _count(self, call, path=None):
+        self.calls[call] = self.calls.get(call, 0) + 1
+        at, code = self.faults.get(call, (0, 0))
+        if at and self.calls[call] >= at:
+            raise OSError(code, os.strerror(code), None if path is None else str(path))
+
+    def make_root(self, path):
+        self._count("make_root", path)
+        super().make_root(path)
+
+    def make_dir(self, path):
+        self._count("make_dir", path)
+        super().make_dir(path)
+
+    def create(self, path):
+        self._count("create", path)
+        return super().create(path)
+
+    def open(self, path):
+        self._count("open", path)
+        return super().open(path)
+
+    def write(self, fd, data):
+        self._count("write")
+        return super().write(fd, data[: max(1, len(data) // 3)] if self.short else data)
+
+    def read_into(self, fd, buffer, offset):
+        self._count("read_into")
+        count = max(1, len(buffer) // 3) if self.short else len(buffer)
+        return super().read_into(fd, buffer[:count], offset)
+
+    def sync(self, fd):
+        self._count("sync")
+        super().sync(fd)
+
+    def sync_dir(self, path):
+        self._count("sync_dir", path)
+        super().sync_dir(path)
+
+    def rename(self, source, target):
+        self._count("rename", source)
+        super().rename(source, target)
+
+    def remove_tree(self, path):
+        self._count("remove_tree", path)
+        super().remove_tree(path)
+
+
+@pytest.fixture
+def new_run():
+    """Make a fresh run; another seed means other weights."""
+    return Run
+
+
+@pytest.fixture
+def faulty():
+    return FaultyStorage()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run, its committed checkpoint of step 3, and that checkpoint's directory."""
+    run = Run()
+    run.steps(3)
+    with run.attach_to(Checkpointer(tmp_path / "ck", keep=Keep(last=9))) as checkpointer:
+        path = checkpointer.save(3).path
+    return run, path
+
+
+@pytest.fixture
+def run_ranks(tmp_path):
+    """Run a script on several gloo ranks; returns (exit code, stdout and, if it failed, stderr)."""
+
+    def start(size, script, *arguments):
+        file = tmp_path / f"script{random.getrandbits(32):x}.py"
+        prelude = f"""
+            import importlib.util, sys
+            spec = importlib.util.spec_from_file_location("shared", {str(Path(__file__))!r})
+            shared = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(shared)
+        """
+        file.write_text(textwrap.dedent(prelude) + textwrap.dedent(script))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes = []
+        for rank in range(size):
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, str(file), *map(str, arguments)]
+            processes.append(
+                subprocess.Popen(
+                    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                )
+            )
+        try:
+            output = [process.communicate(timeout=90) for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+        return [
+            (process.returncode, out + (err if process.returncode else ""))
+            for process, (out, err) in zip(processes, output, strict=True)
+        ]
+
+    return start

@@ -1,0 +1,225 @@
+import pytest
+import torch
+from torch import nn
+
+from eke.checkpoint import Checkpointer, Keep, OptimizerProvider
+from eke.errors import InputError
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def state_bits(model, optimizer):
+    return {
+        (name, key): value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if not isinstance(value, list)
+    }
+
+
+OPTIMIZERS = {
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw plain": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw amsgrad, tensor lr": lambda p: torch.optim.AdamW(
+        p, lr=torch.tensor(0.1), amsgrad=True, foreach=False
+    ),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_training_goes_on_bit_for_bit(tmp_path, name, fresh):
+    model = net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(3)
+    at_save = state_bits(model, optimizer)
+    train(model, optimizer)
+    expected = [p.detach().clone() for p in model.parameters()]
+    if fresh:
+        model = net(seed=1)
+        optimizer = OPTIMIZERS[name](model.parameters())
+    held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.restore()
+    assert state_bits(model, optimizer) == at_save
+    for tensor in held:
+        assert any(tensor is v for s in optimizer.state.values() for v in s.values()), "in place"
+    train(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+
+
+def test_lbfgs_keeps_its_lists_of_tensors(tmp_path):
+    def run(model, optimizer):
+        torch.manual_seed(3)
+        data = torch.randn(8, 6)
+        for _ in range(2):
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(data).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    run(model, optimizer)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(1)
+        run(model, optimizer)
+        expected = [p.detach().clone() for p in model.parameters()]
+    model = net(seed=1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.restore()
+    run(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+
+
+def test_state_follows_names_whatever_the_order_and_the_groups(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    before = state_bits(model, optimizer)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(1)
+    other = net(seed=2)
+    parameters = list(other.parameters())[::-1]
+    regrouped = torch.optim.AdamW(
+        [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}]
+    )
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=other, optimizer=regrouped)
+        with pytest.raises(InputError, match="groups are split differently"):
+            ck.restore()
+        assert not regrouped.state, "nothing was touched"
+        report = ck.restore(strict=False)
+    assert "groups" in report.mismatched[0]
+    assert state_bits(other, regrouped) == before
+    assert regrouped.param_groups[0]["lr"] == 0.5
+
+
+def test_hyperparameters_come_back(tmp_path):
+    model = net()
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters(), "lr": 0.3}, {"params": model[2].parameters()}], lr=0.7
+    )
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(0)
+        for group in optimizer.param_groups:
+            group.update(lr=9.0, momentum=0.1)
+        ck.restore()
+    assert [(g["lr"], g["momentum"]) for g in optimizer.param_groups] == [(0.3, 0), (0.7, 0)]
+
+
+def test_a_tensor_rate_is_filled_in_place(tmp_path):
+    model = net()
+    rate = torch.tensor(0.25)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(0)
+        rate.fill_(1.0)
+        ck.restore()
+    assert rate.item() == 0.25
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_going_back_to_before_the_first_step_forgets_the_state(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(0)
+        train(model, optimizer)
+        assert optimizer.state
+        ck.restore()
+    assert not optimizer.state
+
+
+def test_parameters_that_were_added_or_removed(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model[2].parameters())
+    train(model, optimizer)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(1)
+    wider = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=wider)
+        with pytest.raises(InputError, match=r"missing: optimizer/0\.bias, optimizer/0\.weight"):
+            ck.restore()
+    narrower = torch.optim.AdamW(model[2:3].parameters())
+    narrower.param_groups[0]["params"].pop()
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=narrower)
+        report = ck.restore(strict=False)
+    assert report.unexpected == ("optimizer/2.bias",)
+    assert len(narrower.state) == 1
+
+
+def test_another_kind_of_optimizer_is_left_alone(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    train(model, optimizer)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(1)
+    other = torch.optim.SGD(model.parameters(), lr=0.25)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=other)
+        with pytest.raises(InputError, match="has AdamW, this is SGD"):
+            ck.restore()
+        ck.restore(strict=False)
+    assert not other.state
+    assert other.param_groups[0]["lr"] == 0.25
+
+
+def test_names_without_a_model():
+    model = net()
+    with pytest.raises(
+        InputError, match=r"parameter 0 of the optimizer's group 0, of shape \(5, 6\)"
+    ):
+        OptimizerProvider(torch.optim.SGD(model.parameters(), lr=1)).state()
+    named = OptimizerProvider(torch.optim.SGD(model.named_parameters(), lr=1))
+    assert named.state()["groups"][0]["names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert "param_names" not in named.state()["groups"][0]["options"]
+
+
+def test_gradients_are_not_saved_and_do_not_matter(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, steps=1)
+    assert model[0].weight.grad is not None
+    with Checkpointer(tmp_path, keep=Keep()) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(1)
+        assert len(ck.restore().missing) == 0
+    assert len(OptimizerProvider(optimizer, model).segments()) == 12

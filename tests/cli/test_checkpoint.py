@@ -1,0 +1,140 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from eke.checkpoint import Checkpointer, CorruptCheckpoint
+from eke.cli.checkpoint import app
+from eke.errors import InputError
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with checkpoints of steps 1 and 2."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    with Checkpointer(tmp_path / "run" / "checkpoints") as ck:
+        ck.attach(model=model, rng=True)
+        ck.save(1)
+        ck.save(2)
+    return tmp_path / "run"
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def step_dir(run, step):
+    return run / "checkpoints" / f"step-{step:09d}"
+
+
+def flip_last_byte(run, step):
+    file = step_dir(run, step) / "rank00000.frozen.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_ls(run):
+    (run / "checkpoints" / "step-000000007").mkdir()
+    code, text = invoke("ls", run)
+    assert code == 0
+    rows = [line.split() for line in text.splitlines() if "step-" in line]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        ("1", "committed", "step-000000001"),
+        ("2", "committed", "step-000000002"),
+        ("7", "incomplete", "step-000000007"),
+    ]
+    code, text = invoke("ls", run / "checkpoints", "--json")
+    assert [row["step"] for row in json.loads(text)] == [1, 2, 7]
+
+
+def test_ls_of_nothing(tmp_path):
+    assert invoke("ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n")
+    with pytest.raises(InputError, match="no such directory"):
+        invoke("ls", tmp_path / "absent")
+
+
+def test_inspect(run):
+    code, text = invoke("inspect", run)
+    assert code == 0
+    assert "step 2, saved" in text
+    assert "by 1 rank(s)" in text
+    assert "model: 4 tensor(s)" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "float32" in lines["0.weight"]
+    assert "4x4" in lines["0.weight"]
+    assert "is model/0.weight" in lines["1.weight"]
+    assert "frozen" in lines["1.bias"]
+    assert "each rank its own" in lines["rng:"]
+
+
+def test_inspect_as_json(run):
+    code, text = invoke("inspect", step_dir(run, 1), "--json")
+    assert code == 0
+    facts = json.loads(text)
+    assert facts["step"] == 1
+    assert facts["torch"] == torch.__version__
+    tensor = facts["providers"]["model"]["tensors"]["0.weight"]
+    assert (tensor["shape"], tensor["dtype"], tensor["bytes"]) == ([4, 4], "float32", 64)
+    assert len(tensor["shards"][0]["xxh3_128"]) == 32
+
+
+def test_inspect_something_damaged(run):
+    (step_dir(run, 2) / "MANIFEST.json").write_text("{}")
+    with pytest.raises(CorruptCheckpoint, match="digest"):
+        invoke("inspect", step_dir(run, 2))
+
+
+def test_verify_a_sound_run(run):
+    code, text = invoke("verify", run)
+    assert code == 0
+    assert text.count(": sound (") == 2
+    code, text = invoke("verify", step_dir(run, 1), "--json")
+    assert code == 0
+    assert [report["ok"] for report in json.loads(text)] == [True]
+
+
+def test_verify_names_tensor_and_file_of_what_is_corrupt(run):
+    flip_last_byte(run, 1)
+    code, text = invoke("verify", run)
+    assert code == 1
+    assert "corrupt: rank00000.frozen.safetensors, tensor model/1.bias: " in text
+    assert "step-000000002: sound" in text
+    code, text = invoke("verify", step_dir(run, 1), "--json")
+    assert code == 1
+    [problem] = json.loads(text)[0]["problems"]
+    assert (problem["kind"], problem["tensor"]) == ("corrupt", "model/1.bias")
+    assert invoke("verify", step_dir(run, 2))[0] == 0
+
+
+def test_verify_tells_incomplete_and_foreign_by_exit_code(run, tmp_path):
+    (step_dir(run, 2) / "notes.txt").write_text("x")
+    assert invoke("verify", run)[0] == 5
+    (step_dir(run, 1) / "rank00000.frozen.safetensors").unlink()
+    assert invoke("verify", run)[0] == 4
+    (step_dir(run, 1) / "MANIFEST.json").unlink()
+    assert invoke("verify", step_dir(run, 1))[0] == 4
+    (tmp_path / "pictures").mkdir()
+    assert invoke("verify", tmp_path / "pictures")[0] == 5
+    with pytest.raises(InputError):
+        invoke("verify", tmp_path / "absent")
+
+
+def test_torch_is_not_loaded(run):
+    script = (
+        f"import sys\nfrom eke.cli.checkpoint import app\ntry:\n    app(['verify', {str(run)!r}])\n"
+    )
+    script += (
+        "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True)
