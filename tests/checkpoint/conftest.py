@@ -208,7 +208,7 @@ def run_ranks(tmp_path):
                     process.send_signal(signal.SIGKILL)
                     process.wait()
         return [
-            (process.returncode, out + (err if process.returncode else ""))
+            (process.returncode, out + (err if process.returncode > 0 else ""))
             for process, (out, err) in zip(processes, output, strict=True)
         ]
 

@@ -1,5 +1,6 @@
 import errno
 import gc
+import signal
 
 import pytest
 import torch
@@ -329,12 +330,16 @@ RANKS = """
     from eke.checkpoint import Checkpointer, Keep
     from eke.errors import EkeError
     world = distributed.init()
-    root, mode = sys.argv[1:]
+    root = sys.argv[1]
 
     class Loader:
         def __init__(self, place): self.place = place
-        def state_dict(self): return {"place": self.place, "order": torch.arange(4)}
-        def load_state_dict(self, state): self.place = state["place"]
+        def state_dict(self):
+            order = torch.arange(4)
+            return {"place": self.place, "order": order, "again": order}
+        def load_state_dict(self, state):
+            assert state["again"] is state["order"]
+            self.place = state["place"]
 
     def make(seed):
         torch.manual_seed(seed)
@@ -396,16 +401,27 @@ RANKS = """
         print(again.discard_after(0), again.steps())
     print("files", len(list(ck.root.iterdir())))
     ck.save(5)
-    distributed.shutdown()
+    sys.stdout.flush()
+    import os, signal
+    if world.rank == 1:
+        faulty.write = lambda fd, data: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ck.save(6)
+    except EkeError as error:
+        print("alone", "lost the other ranks" in str(error), [p.name for p in ck.root.iterdir()])
+    sys.stdout.flush()
+    os._exit(0)  # there is nobody left to leave the group with
 """
 
 
 def test_two_real_ranks(run_ranks, tmp_path):
     root = tmp_path / "ck"
-    outputs = run_ranks(2, RANKS, root, "all")
-    for code, output in outputs:
-        assert code == 0, output
+    outputs = run_ranks(2, RANKS, root)
+    assert [code for code, _ in outputs] == [0, -signal.SIGKILL], outputs
+    for rank, (_, output) in enumerate(outputs):
         lines = output.splitlines()
+        if rank == 0:
+            assert lines.pop() == "alone True ['step-000000005']"
         assert lines[0].startswith("saved committed step-000000002 ")
         assert lines[1:5] == ["failed SaveError True failed"] * 4
         assert lines[5:] == [
@@ -440,6 +456,7 @@ def _restore_on_one_rank(path):
     assert max(map(len, shards)) == 2, "one tensor lies in both files"
     assert "rank00001/order" in providers["own"]["tensors"]
     assert "order" in providers["loader"]["tensors"]
+    assert providers["own"]["tensors"]["rank00001/again"]["alias_of"] == "own/rank00001/order"
     tensors = load_tensors(path, "model/*")
 
     class Loader:

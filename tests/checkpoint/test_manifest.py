@@ -199,13 +199,14 @@ def report_of(rank):
     tensor = values["tensors"]["model/w"]
     tensor["shards"] = [tensor["shards"][rank]]
     mine = {name: entry for name, entry in values["files"].items() if f"rank0000{rank}" in name}
-    return {"files": mine, "tensors": {"model/w": tensor}}
+    return {"files": mine, "tensors": {"model/w": tensor}, "aliases": values["aliases"]}
 
 
 def test_merge_puts_ranks_together():
-    files, tensors = merge([report_of(0), report_of(1)])
+    files, tensors, aliases = merge([report_of(0), report_of(1)])
     assert files == small().files
     assert tensors == small().tensors
+    assert aliases == small().aliases
 
 
 def test_merge_refuses_ranks_that_disagree():
@@ -213,11 +214,14 @@ def test_merge_refuses_ranks_that_disagree():
     other["tensors"]["model/w"]["dtype"] = "int32"
     with pytest.raises(ManifestError, match="disagree"):
         merge([report_of(0), other])
+    other = {"files": {}, "tensors": {}, "aliases": {"model/v": "model/x"}}
+    with pytest.raises(ManifestError, match="alias of"):
+        merge([report_of(0), other])
     with pytest.raises(ManifestError, match="two ranks"):
         merge([report_of(0), report_of(0)])
 
 
 def test_a_rank_that_is_left_out_is_noticed():
-    files, tensors = merge([report_of(0)])
+    files, tensors, _ = merge([report_of(0)])
     with pytest.raises(ManifestError, match="add up"):
         check(replace(small(), files=files, tensors=tensors))

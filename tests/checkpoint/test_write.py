@@ -32,7 +32,7 @@ def test_ranks_together_write_every_element_once(tmp_path):
         write_rank(Storage(), tmp_path, captured_of(rank, shared), World(rank, 3), durable=False)
         for rank in range(3)
     ]
-    files, entries = merge(reports)
+    files, entries, _ = merge(reports)
     manifest = Manifest(0, 3, {"data": 3}, 0.5, "0", "0", files, entries)
     check(manifest)
     assert len(entries["m/big"].shards) > 1

@@ -182,13 +182,14 @@ def test_the_decay_takes_the_steps_that_whole_numbers_say(
     reserve = Fraction(quarters, 4)
     now, expected, started = 0, 0, None
     while now + cost + finish <= total:
-        due = now + finish >= total * (1 - reserve)
-        if started is None and (due or now == (-1 if govern_at is None else govern_at * cost)):
+        if started is None and govern_at is not None and now == govern_at * cost:
+            started = now
+        just_due = started is None and now + finish >= total * (1 - reserve)
+        if just_due:
             started = now
         if started is not None:
             end = max(Fraction(started), min(started + reserve * total, Fraction(total - finish)))
-            begun_now = started == now and due and now != (govern_at or -1) * cost
-            if now >= end and not begun_now:
+            if now >= end and not just_due:
                 break
             expected += 1
         now += cost
@@ -217,7 +218,7 @@ def test_a_limit_says_what_ended_the_run() -> None:
 
 
 def test_every_unit_has_a_name() -> None:
-    assert NAMES.keys() == Budget(1, *[1.0] * 5, 1, 1).limits().keys()
+    assert NAMES.keys() == Budget(1, *[1.0] * 5, 1, 1, price_per_hour=1.0).limits().keys()
 
 
 def test_adding_is_by_unit() -> None:

@@ -92,14 +92,15 @@ def capture(providers: Mapping[str, StateProvider], step: int, here: World) -> C
         }
         if len(names) != len(segments):
             raise InputError("a provider gave two tensors one name")
-        return {
-            "digests": digests,
-            "segments": xxhash.xxh3_128_hexdigest(canonical(names).encode()),
-        }
+        tied: dict[str, str] = {}
+        _untie(segments, tied)
+        structure = xxhash.xxh3_128_hexdigest(canonical([names, tied]).encode())
+        return {"digests": digests, "segments": structure}
 
     rows = agree(f"saving step {step}", look)
     for rank, row in enumerate(rows):
-        if row["segments"] != rows[0]["segments"] or row["digests"].keys() != providers.keys():
+        same_names = row["digests"].keys() == rows[0]["digests"].keys()
+        if row["segments"] != rows[0]["segments"] or not same_names:
             raise EkeError(
                 f"step {step} cannot be saved: rank {rank} holds other tensors than rank 0",
                 rule="every rank attaches the same things, with tensors of equal names and shapes",

@@ -353,7 +353,7 @@ def _manifest(step: int, captured: Captured, reports: list[dict[str, Any]], rank
         EkeError: together they did not write every tensor exactly once.
     """
     try:
-        files, tensors = merge(reports)
+        files, tensors, aliases = merge(reports)
         manifest = Manifest(
             step=step,
             world_size=ranks,
@@ -363,7 +363,7 @@ def _manifest(step: int, captured: Captured, reports: list[dict[str, Any]], rank
             torch=torch.__version__,
             files=files,
             tensors=tensors,
-            aliases=captured.aliases,
+            aliases=aliases,
             objects={
                 name: ObjectEntry(
                     own, tuple(objects_file(rank) for rank in range(ranks if own else 1))

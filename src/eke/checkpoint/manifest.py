@@ -213,9 +213,7 @@ def parse(data: bytes) -> Manifest:
         torch=text(root, "torch"),
         files=_files(root),
         tensors=_tensors(root),
-        aliases={
-            name: text(root["aliases"], name) for name in record(root.get("aliases"), "`aliases`")
-        },
+        aliases=_aliases(root),
         objects={
             name: _object(record(value, name))
             for name, value in record(root.get("objects"), "`objects`").items()
@@ -227,14 +225,15 @@ def parse(data: bytes) -> Manifest:
 
 def merge(
     reports: Sequence[Mapping[str, Any]],
-) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """The `files` and `tensors` of a checkpoint from every rank's own, in rank order.
+) -> tuple[dict[str, FileEntry], dict[str, TensorEntry], dict[str, str]]:
+    """The `files`, `tensors` and `aliases` of a checkpoint from every rank's, in rank order.
 
     Raises:
         ManifestError: a report is malformed, or two ranks disagree on a file or a tensor.
     """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
+    aliases: dict[str, str] = {}
     for report in reports:
         for name, file in _files(report).items():
             if name in files:
@@ -247,7 +246,10 @@ def merge(
                     raise ManifestError("ranks disagree on what it is", tensor=name)
                 entry = replace(entry, shards=shards)
             tensors[name] = entry
-    return files, tensors
+        for name, target in _aliases(report).items():
+            if aliases.setdefault(name, target) != target:
+                raise ManifestError("ranks disagree on what it is an alias of", tensor=name)
+    return files, tensors, aliases
 
 
 def _files(values: Mapping[str, Any]) -> dict[str, FileEntry]:
@@ -262,6 +264,11 @@ def _tensors(values: Mapping[str, Any]) -> dict[str, TensorEntry]:
         name: _tensor(record(value, name))
         for name, value in record(values.get("tensors"), "`tensors`").items()
     }
+
+
+def _aliases(values: Mapping[str, Any]) -> dict[str, str]:
+    aliases = record(values.get("aliases"), "`aliases`")
+    return {name: text(aliases, name) for name in aliases}
 
 
 def _json(data: bytes) -> Any:

@@ -61,12 +61,13 @@ def cuts_of(captured: Captured, here: World) -> dict[str, list[Cut]]:
 def write_rank(
     storage: Storage, directory: Path, captured: Captured, here: World, durable: bool
 ) -> dict[str, Any]:
-    """Write this rank's files; returns its parts of the manifest's `files` and `tensors`.
+    """Write this rank's files; returns its parts of the manifest's `files`, `tensors` and
+    `aliases`.
 
     Raises:
         OSError: the disk refused something; its `filename` says which file.
     """
-    report: dict[str, Any] = {"files": {}, "tensors": {}}
+    report: dict[str, Any] = {"files": {}, "tensors": {}, "aliases": captured.aliases}
     for group, cuts in cuts_of(captured, here).items():
         path = directory / f"{rank_name(here.rank)}.{group}.safetensors"
         _write_tensors(storage, path, cuts, durable, report)

@@ -6,6 +6,9 @@ optimizer state, so that small updates are not rounded away.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +57,7 @@ def parse_source(source: str) -> tuple[Kind, str]:
             rule="it is a folder, or a GGUF file with `gguf:` before its path",
             fix=f"Use gguf:{source}, or the folder that holds config.json",
         )
-    if path.is_dir():
+    if source and path.is_dir():  # Path("") is the working directory
         if not (path / "config.json").is_file():
             raise InputError(
                 "model.source is a folder without a config.json",
@@ -92,8 +95,11 @@ def _arguments(kind: Kind, where: str) -> tuple[str, dict[str, Any]]:
 
 def _loading(kind: Kind, where: str, what: str, load: Any) -> Any:
     """Run one of transformers' loaders; its many failures become one clear error."""
+    # transformers draws progress bars even where they are switched off.
+    bars = contextlib.redirect_stderr(io.StringIO()) if kind == "gguf" else contextlib.nullcontext()
     try:
-        return load()
+        with bars:
+            return load()
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         fix = "Check that the files are complete and of a kind that transformers reads"
         if kind == "hub":
@@ -102,6 +108,17 @@ def _loading(kind: Kind, where: str, what: str, load: Any) -> Any:
         raise InputError(
             f"could not load the {what} from {where}: {text[:300]}", fix=fix
         ) from error
+
+
+def _plain(model: Any) -> Any:
+    """The same weights in a model that does not remember that it was quantized: transformers
+    refuses to save one that does, although reading a GGUF file turned its weights into fp32."""
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    with torch.random.fork_rng(devices=[]):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    return plain
 
 
 def load_tokenizer(source: str) -> Any:
@@ -185,6 +202,8 @@ def load_model(source: str, tokenizer: Any, *, seed: int, meta: bool = False) ->
             kind, where, "model", lambda: auto.from_pretrained(name, dtype=torch.float32, **more)
         )
         _check_complete(where, info)
+        if kind == "gguf":
+            model = _plain(model)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise InputError(
