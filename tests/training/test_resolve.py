@@ -249,9 +249,9 @@ def test_evaluation_keeps_to_its_share() -> None:
         return int(found.data.eval_examples)
 
     assert [examples(1000), examples(10**9)] == [32, 512]
-    n = examples(300_000)
+    n = examples(4_000_000)
     assert 32 < n < 512
-    one, budget = forward_flops(FACTS.shape, 1, 200), 300_000 * flops_per_token(FACTS.shape, 200)
+    one, budget = forward_flops(FACTS.shape, 1, 200), 4_000_000 * flops_per_token(FACTS.shape, 200)
     assert WANTED_EVALUATIONS * n * one <= 0.03 * budget < WANTED_EVALUATIONS * (n + 1) * one
 
 

@@ -188,11 +188,13 @@ def prepare(
     # transformers loads a folder's model in evaluation mode, without its dropout.
     model = loaded.model.to(device).train() if weights else loaded.model
     budget = config.budget.parse()
-    speed = None
-    if not weights:
-        speed = probe_clones(loaded.model, max(lengths), device, autocast(config, device))
-    elif budget.seconds is not None or budget.money is not None:
-        speed = probe_speed(model, shape, max(lengths), device, autocast(config, device))
+    speed, context = None, autocast(config, device)
+    # Dropout and a clone's first weights must not move the run's random numbers.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if not weights:
+            speed = probe_clones(model, max(lengths), device, context)
+        elif budget.seconds is not None or budget.money is not None:
+            speed = probe_speed(model, shape, max(lengths), device, context)
     facts = Facts(
         shape=shape,
         lengths=lengths,
@@ -328,8 +330,7 @@ def probe_clones(
         config.num_hidden_layers = n
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:n]
-        with torch.random.fork_rng(devices=[]):
-            clone = type(model)(config).to(device)
+        clone = type(model)(config).to(device)
         optimizer = torch.optim.AdamW(clone.parameters(), foreach=True)
         ids_BT = torch.zeros((rows, length), dtype=torch.long, device=device)
         batch = {
