@@ -14,7 +14,7 @@ from eke.errors import EkeError
 from eke.version import __version__
 
 COMMANDS = ("demo", "doctor", "plan", "train", "report", "checkpoint")
-HEAVY = ("torch", "numpy", "transformers", "pydantic", "jinja2")
+HEAVY = ("torch", "numpy", "transformers", "pyarrow", "jinja2")
 
 
 def test_help_lists_the_commands_and_imports_nothing_heavy(python: Callable[..., Any]) -> None:

@@ -293,6 +293,7 @@ def test_what_is_written_reads_back_the_same(toml_path: Path, raw: dict[str, Any
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, eke.training.config; print({'torch', 'numpy', 'transformers'} & {*sys.modules})"
+    heavy = "{'torch', 'numpy', 'transformers'} & {*sys.modules}"
+    code = f"import sys, eke.training.config; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()"

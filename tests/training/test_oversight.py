@@ -165,9 +165,21 @@ def test_the_probed_speed_counts_until_there_is_a_pace(base: Prepared, make: Mak
 @pytest.mark.parametrize(
     ("limits", "spent", "text"),
     [
-        ({"flops": 1e6}, {}, r"the FLOP budget is smaller than one step; got 1000000\.0; .*need about"),
-        ({"tokens": 10.0}, {}, r"the token budget .*Raise budget\.tokens, or lower batch\.per_step"),
-        ({"seconds": 2.0}, {"seconds": 3.0}, r"the wall-time .*nothing is left for it, on top of 3"),
+        (
+            {"flops": 1e6},
+            {},
+            r"the FLOP budget is smaller than one step; got 1000000\.0; .*need about",
+        ),
+        (
+            {"tokens": 10.0},
+            {},
+            r"the token budget .*Raise budget\.tokens, or lower batch\.per_step",
+        ),
+        (
+            {"seconds": 2.0},
+            {"seconds": 3.0},
+            r"the wall-time .*nothing is left for it, on top of 3",
+        ),
         ({"joules": 2.0}, {"joules": 3.0}, r"the energy budget .* Raise budget\.energy"),
     ],
 )
@@ -345,7 +357,9 @@ def test_the_finished_model_is_scored(make: Make) -> None:
     assert saver.calls == []
     # A governor's reason is a sentence already.
     oversight.last_evaluation("Nothing is left to gain.", None)
-    assert records(session, "decisions")[-1]["reason"] == "The run is over: Nothing is left to gain."
+    assert (
+        records(session, "decisions")[-1]["reason"] == "The run is over: Nothing is left to gain."
+    )
 
 
 def test_what_cannot_be_paid_for_is_not_scored(make: Make) -> None:

@@ -152,7 +152,9 @@ def test_what_was_chosen_is_of_use(known: Facts, sections: dict[str, dict[str, A
 
 def test_a_model_that_is_too_large_is_refused() -> None:
     with pytest.raises(InputError, match=r"does not fit into the memory limit; got '500 MiB'"):
-        resolve(config_with(budget={"memory": "500MiB"}), replace(FACTS, shape=shape_of_width(1024)))
+        resolve(
+            config_with(budget={"memory": "500MiB"}), replace(FACTS, shape=shape_of_width(1024))
+        )
     with pytest.raises(InputError, match=r"64 tokens at once need about .* Raise budget\.memory"):
         resolve(config_with(), replace(FACTS, free_bytes=500 * 2**20))
 
@@ -183,9 +185,7 @@ def test_a_sample_that_must_stay_whole_fits_into_a_micro_batch(longest: int, mic
 
 def test_a_sample_that_must_stay_whole_and_does_not_fit_is_refused() -> None:
     memory = footprint(FACTS.shape, 512).total
-    config = config_with(
-        budget={"memory": memory}, data={"max_length": 600, "overlength": "error"}
-    )
+    config = config_with(budget={"memory": memory}, data={"max_length": 600, "overlength": "error"})
     with pytest.raises(InputError, match=r"600 tokens .* lower data\.max_length to 512"):
         resolve(config, FACTS)
     truncating = config.with_values({"data": {"overlength": "truncate"}})
@@ -215,7 +215,9 @@ def test_expected_tokens_by_each_limit() -> None:
     assert tokens(seconds=10.0) == pytest.approx(10 * 1e11 / per_token)
     priced = tokens(money=1.0, price_per_hour=3600.0)
     assert priced == pytest.approx(1e11 / per_token)
-    assert tokens(money=1.0, price_per_hour=3600.0, seconds=0.5) == pytest.approx(0.5 * 1e11 / per_token)
+    assert tokens(money=1.0, price_per_hour=3600.0, seconds=0.5) == pytest.approx(
+        0.5 * 1e11 / per_token
+    )
     assert tokens(steps=10) is None
     assert tokens(tokens=5000.0, flops=per_token * 100) == pytest.approx(100)
     assert tokens(tokens=5000.0, seconds=1e9) == 5000
@@ -235,7 +237,9 @@ def test_without_a_probe_time_says_nothing() -> None:
 
 def test_about_400_steps_where_the_data_allows_it() -> None:
     large = replace(FACTS, n_train=10**7)
-    assert resolve(config_with(budget={"tokens": 4_096_000}), large).batch.per_step == "tokens:10240"
+    assert (
+        resolve(config_with(budget={"tokens": 4_096_000}), large).batch.per_step == "tokens:10240"
+    )
     both = {"tokens": 4_096_000, "steps": 1000}
     assert resolve(config_with(budget=both), large).batch.per_step == "tokens:4096"
     # 24,000 tokens of data: 8 steps an epoch.

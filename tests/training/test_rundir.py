@@ -17,7 +17,14 @@ from eke.budget import Bill, Ledger
 from eke.budget.jsonl import effective, read_records
 from eke.errors import EkeError, InputError
 from eke.training.config import RunConfig
-from eke.training.rundir import FREE_KEYS, FREE_SECTIONS, RunDir, continued, differences, read_status
+from eke.training.rundir import (
+    FREE_KEYS,
+    FREE_SECTIONS,
+    RunDir,
+    continued,
+    differences,
+    read_status,
+)
 
 
 def config_with(**sections: dict[str, Any]) -> RunConfig:

@@ -311,9 +311,7 @@ def test_what_came_after_the_save_is_lost_but_spent(make: Make, crashed: bool) -
     assert session.spent()["flops"] == session.run.ledger.spent("flops")
 
 
-def test_a_crash_leaves_money_and_energy_known(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_money_and_energy_known(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unknown bill would make the total unknown, and a limit on it would forget the past."""
     readings = itertools.count(1)
     meter = type("Meter", (), {"source": "test", "read": lambda _: 5.0 * next(readings)})()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def test_cuda_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
         return pick_device(RunConfig.from_mapping({"run": {"device": name}}))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"no CUDA device; got 'cuda'\. Set run\.device = \"auto\""):
+    with pytest.raises(
+        InputError, match=r"no CUDA device; got 'cuda'\. Set run\.device = \"auto\""
+    ):
         device("cuda")
     assert device("auto") == device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -213,7 +216,7 @@ def test_positions_are_spread(n: int, wanted: int) -> None:
     assert len(found) == min(n, wanted)
     assert found == sorted(set(found))
     assert all(0 <= i < n for i in found)
-    gaps = {b - a for a, b in zip(found, found[1:], strict=False)}
+    gaps = {b - a for a, b in pairwise(found)}
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 

@@ -31,7 +31,7 @@ from eke.training.setup import Prepared
 from eke.training.state import RunState
 from eke.training.stepping import Stepper
 
-VOCAB, SAMPLES, MICRO_TOKENS, PER_STEP = 61, 60, 48, "tokens:230"
+VOCAB, SAMPLES, MICRO_TOKENS, PER_STEP = 61, 60, 48, "tokens:120"
 
 
 class Samples:
