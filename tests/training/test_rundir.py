@@ -310,3 +310,14 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
     run.open()
     run.close()
     run.close()
+
+
+def test_a_run_that_met_too_long_a_sample_may_be_told_what_to_do_with_it() -> None:
+    def with_policy(policy: str) -> RunConfig:
+        return RunConfig.from_mapping({"data": {"overlength": policy}})
+
+    assert differences(with_policy("error"), with_policy("skip")) == []
+    assert continued(with_policy("error"), with_policy("skip")).data.overlength == "skip"
+    assert continued(with_policy("error"), with_policy("auto")).data.overlength == "error"
+    changed = differences(with_policy("skip"), with_policy("truncate"))
+    assert [key for key, _, _ in changed] == ["data.overlength"]
