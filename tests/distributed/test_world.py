@@ -106,7 +106,7 @@ def test_an_environment_that_makes_no_sense(
 # ---------------------------------------------------------------------- several processes
 
 GATHER = """
-    import json
+    import json, time
     from eke.distributed import barrier, gather_objects, init, shutdown, world
     assert init() is init()
     rank = world().rank
@@ -114,17 +114,26 @@ GATHER = """
     # Lengths that differ by rank, so that padding is there to be taken off again.
     for value in (rank, "ü" * (1000 * rank), {"rank": rank, "none": None}, [], rank / 3):
         seen.append(gather_objects(value))
+    time.sleep(0.3 * rank)
+    came = time.monotonic()
     barrier()
+    times = (came, time.monotonic())
     shutdown()
     shutdown()
-    print(json.dumps({"seen": seen, "alone": world().size == 1, "rank": rank}))
+    print(json.dumps({"seen": seen, "alone": world().size == 1, "rank": rank, "times": times}))
 """
 
 
-def test_every_rank_sees_every_value_in_order(run_ranks: Callable[..., Any]) -> None:
+def test_every_rank_sees_every_value_and_nobody_leaves_a_barrier_before_all_came(
+    run_ranks: Callable[..., Any],
+) -> None:
     ended = run_ranks(GATHER, size=3)
     assert [e.code for e in ended] == [0, 0, 0], ended
-    for rank, result in enumerate(json.loads(e.out) for e in ended):
+    assert not [e.err for e in ended if "deprecated" in e.err]
+    results = [json.loads(e.out) for e in ended]
+    times = [result.pop("times") for result in results]
+    assert min(left for _, left in times) >= max(came for came, _ in times)
+    for rank, result in enumerate(results):
         assert result == {
             "rank": rank,
             "alone": True,
@@ -136,27 +145,6 @@ def test_every_rank_sees_every_value_in_order(run_ranks: Callable[..., Any]) -> 
                 [0.0, 1 / 3, 2 / 3],
             ],
         }
-
-
-BARRIER = """
-    import sys, time
-    from eke.distributed import barrier, init, shutdown, world
-    init()
-    barrier()
-    if world().rank == 1:
-        time.sleep(0.5)
-    came = time.monotonic()
-    barrier()
-    print(came, time.monotonic())
-    shutdown()
-"""
-
-
-def test_nobody_leaves_a_barrier_before_all_came(run_ranks: Callable[..., Any]) -> None:
-    ended = run_ranks(BARRIER)
-    assert [e.code for e in ended] == [0, 0], ended
-    times = [tuple(map(float, e.out.split())) for e in ended]
-    assert min(left for _, left in times) >= max(came for came, _ in times)
 
 
 DYING = """

@@ -120,6 +120,7 @@ def packages() -> list[Row]:
         ("pyarrow", "Parquet and datasets folders"),
         ("jinja2", "reports"),
         ("gguf", "GGUF models"),
+        ("accelerate", "GGUF models"),
     ):
         rows.append(package_row(name, version_of(name), needed=False, purpose=purpose))
     lightning = version_of("lightning")

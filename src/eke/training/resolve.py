@@ -20,7 +20,7 @@ from eke.training.footprint import LEAST_MICRO_TOKENS, footprint, largest_micro_
 
 WANTED_EVALUATIONS = 8
 """The governor needs a regression over [t/2, t] from 40 % of the budget on: about this many."""
-MOST_MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}
+MOST_MICRO_TOKENS = {"cpu": 512, "cuda": 16384}
 """More positions in one pass do not make it faster, and leave fewer ways to group by length."""
 MEMORY_SHARE = 0.6
 """Without budget.memory, the share of the memory free at the start that a run may plan with."""
@@ -169,10 +169,10 @@ def _eval_examples(tokens: float | None, config: RunConfig, facts: Facts) -> int
 
 
 def _learning_rate(facts: Facts) -> float:
-    """From scratch: 3e-3 at width 192, falling with the root of the width. Fine-tuning: 2e-5 at
+    """From scratch: 1e-3 at width 192, falling with the root of the width. Fine-tuning: 2e-5 at
     7 B parameters, rising with the root of the size, at most 2e-4."""
     if facts.from_scratch:
-        return float(f"{3e-3 * math.sqrt(192 / facts.shape.hidden):.3g}")
+        return float(f"{1e-3 * math.sqrt(192 / facts.shape.hidden):.3g}")
     return float(f"{min(2e-4, 2e-5 * math.sqrt(7e9 / facts.shape.n_parameters)):.3g}")
 
 
