@@ -27,8 +27,13 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
         script = tmp_path / "page.py"
         script.write_text("\n".join(code))
         done = subprocess.run(
-            [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True,
-            timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
         )
         assert done.returncode == 0, done.stderr
 

@@ -134,8 +134,8 @@ CASES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "no such folder": (lambda w: {"model": {"source": "./nowhere"}}, ("nowhere",)),
     "no such GGUF file": (lambda w: {"model": {"source": "gguf:./no.gguf"}}, ("no.gguf",)),
     "impossible combination": (
-        lambda w: {"data": {"max_length": 100}, "batch": {"micro_tokens": 50}},
-        ("micro_tokens", "max_length"),
+        lambda w: {"budget": {"cost": "5 USD"}},
+        ("budget.cost", "price_per_hour"),
     ),
     "no energy counter": (lambda w: {"budget": {"energy": "1MJ"}}, ("energy", "wall_time")),
     "no CUDA": (lambda w: {"run": {"device": "cuda"}}, ("cuda", "auto")),

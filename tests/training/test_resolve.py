@@ -160,10 +160,10 @@ def test_a_model_that_is_too_large_is_refused() -> None:
 
 
 def test_micro_batches_shrink_to_fit() -> None:
-    limit = footprint(FACTS.shape, 256).total
-    exactly = resolve(config_with(budget={"memory": limit}), FACTS)
+    limit, known = footprint(FACTS.shape, 256).total, replace(FACTS, lengths=[100])
+    exactly = resolve(config_with(budget={"memory": limit}), known)
     assert exactly.batch.micro_tokens == 256
-    assert resolve(config_with(budget={"memory": limit - 1}), FACTS).batch.micro_tokens == 128
+    assert resolve(config_with(budget={"memory": limit - 1}), known).batch.micro_tokens == 128
 
 
 def test_what_was_asked_for_must_fit_into_the_limit_that_was_asked_for() -> None:
@@ -178,18 +178,21 @@ def test_what_was_asked_for_must_fit_into_the_limit_that_was_asked_for() -> None
 
 
 @pytest.mark.parametrize(("longest", "micro"), [(512, 512), (1024, 1024), (1500, 2048)])
-def test_a_sample_that_must_stay_whole_fits_into_a_micro_batch(longest: int, micro: int) -> None:
-    config = config_with(data={"max_length": longest, "overlength": "error"})
-    assert resolve(config, FACTS).batch.micro_tokens == micro
+def test_the_longest_sample_fits_into_a_micro_batch(longest: int, micro: int) -> None:
+    known = replace(FACTS, lengths=[10, longest, 20])
+    assert resolve(config_with(), known).batch.micro_tokens == micro
 
 
-def test_a_sample_that_must_stay_whole_and_does_not_fit_is_refused() -> None:
+def test_a_long_context_that_no_sample_uses_asks_for_no_memory() -> None:
+    config = config_with(data={"max_length": 131072, "overlength": "error"})
+    assert resolve(config, FACTS).batch.micro_tokens == 512
+
+
+def test_a_sample_that_does_not_fit_is_refused() -> None:
     memory = footprint(FACTS.shape, 512).total
-    config = config_with(budget={"memory": memory}, data={"max_length": 600, "overlength": "error"})
-    with pytest.raises(InputError, match=r"600 tokens .* lower data\.max_length to 512"):
-        resolve(config, FACTS)
-    truncating = config.with_values({"data": {"overlength": "truncate"}})
-    assert resolve(truncating, FACTS).batch.micro_tokens == 512
+    config, known = config_with(budget={"memory": memory}), replace(FACTS, lengths=[600])
+    with pytest.raises(InputError, match=r"600 tokens .* data\.max_length to 512"):
+        resolve(config, known)
 
 
 # ---------------------------------------------------------------------- how far a budget goes
