@@ -18,7 +18,7 @@ from eke.errors import InputError
 from eke.models import load_model, load_tokenizer
 from eke.training import setup
 from eke.training.config import RunConfig
-from eke.training.resolve import POLICIES
+from eke.training.resolve import MOST_MICRO_TOKENS, POLICIES
 from eke.training.setup import pick_device, prepare, probe_clones
 
 
@@ -149,21 +149,25 @@ def test_held_out_rows_are_not_trained_on(config_with: Any) -> None:
 
 
 def test_auto_is_always_a_configuration_that_works(
-    config_with: Any, model_dir: Path, tmp_path: Path
+    config_with: Any, rows: Any, model_dir: Path, tmp_path: Path
 ) -> None:
     """A context longer than one pass of the model, and rows that must not be cut."""
-    config = json.loads((model_dir / "config.json").read_text())
+    folder = tmp_path / "long"
+    folder.mkdir()
     for path in model_dir.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    config["max_position_embeddings"] = 8192
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    prepared = prepare(config_with(model={"source": str(tmp_path)}, data={"overlength": "auto"}))
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((model_dir / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    model = {"source": str(folder)}
+    prepared = prepare(config_with(model=model, data={"overlength": "auto"}))
     data, batch = prepared.config.data, prepared.config.batch
-    assert (data.overlength, data.max_length, batch.micro_tokens) == ("error", 1024, 1024)
-    asked = config_with(
-        model={"source": str(tmp_path)}, data={"overlength": "error"}, batch={"micro_tokens": 300}
-    )
-    assert prepare(asked).config.data.max_length == 300
+    assert (data.overlength, data.max_length) == ("error", 8192)
+    assert batch.micro_tokens == MOST_MICRO_TOKENS["cpu"]
+    long = rows(*("a b c d e f g h " * n for n in range(1, 100)))
+    wide = prepare(config_with(model=model, data={"train": long, "overlength": "auto"}))
+    assert int(wide.config.batch.micro_tokens) >= max(wide.lengths) > MOST_MICRO_TOKENS["cpu"]
+    asked = config_with(model=model, data={"train": long}, batch={"micro_tokens": 300})
+    assert prepare(asked).config.batch.micro_tokens == 300  # longer samples pass alone
 
 
 def test_a_limit_on_time_is_probed_for(config_with: Any) -> None:

@@ -36,7 +36,7 @@ from eke.models import (
 from eke.training.config import RunConfig
 from eke.training.evaluate import Holdout
 from eke.training.loss import token_losses
-from eke.training.resolve import MOST_MICRO_TOKENS, Facts, resolve
+from eke.training.resolve import Facts, resolve
 
 PROBED_SAMPLES = 256
 """Training samples whose lengths stand for all."""
@@ -242,9 +242,7 @@ def _resolve_data(config: RunConfig, model_config: Any, device: torch.device) ->
     values: dict[str, Any] = {}
     context = int(getattr(model_config, "max_position_embeddings", None) or 2048)
     if config.data.max_length == "auto":
-        micro = config.batch.micro_tokens
-        one_pass = micro if isinstance(micro, int) else MOST_MICRO_TOKENS[device.type]
-        values["max_length"] = min(context, one_pass)
+        values["max_length"] = context
     elif config.data.max_length > context:
         raise InputError(
             "data.max_length is longer than the model's context",
