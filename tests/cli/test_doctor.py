@@ -179,3 +179,9 @@ def test_as_text_with_a_failure(eke: Callable[..., Any], tmp_path: Path) -> None
     assert ended.code == 1
     assert "✗ commit" in ended.out
     assert "→ Choose another --dir" in ended.out
+
+
+def test_a_busy_machine_is_told_of() -> None:
+    assert doctor.load_row(0.9, 2).mark == "ok"
+    assert doctor.load_row(1.1, 2).mark == "warn"
+    assert "OMP_NUM_THREADS" in doctor.load_row(1.1, 2).fix

@@ -174,6 +174,7 @@ def prepare(
     train = dataset(source, train_rows, overlength)
     # What is too long for training must not end a run at an evaluation.
     eval_data = dataset(eval_source, eval_rows, "truncate" if overlength == "solo" else overlength)
+    train.check_lengths()
     probed = [train[i] for i in _spread(len(train), PROBED_SAMPLES)]
     lengths = [len(s["input_ids"]) for s in probed if len(s["input_ids"]) > 1]
     if not lengths:
