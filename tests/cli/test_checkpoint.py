@@ -21,8 +21,8 @@ def run(tmp_path):
     model[1].bias.requires_grad_(False)
     with Checkpointer(tmp_path / "run" / "checkpoints") as ck:
         ck.attach(model=model, rng=True)
-        ck.save(1)
-        ck.save(2)
+        ck.save(1).wait()
+        ck.save(2).wait()
     return tmp_path / "run"
 
 
@@ -41,6 +41,7 @@ def flip_last_byte(run, step):
     file = step_dir(run, step) / "rank00000.frozen.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
+    file.unlink()  # the other step has the same file by another name
     file.write_bytes(data)
 
 

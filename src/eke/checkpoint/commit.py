@@ -28,10 +28,12 @@ _at_work: set[Path] = set()
 class Attempt:
     """One attempt to save one step."""
 
-    def __init__(self, storage: Storage, root: Path, step: int, durable: bool) -> None:
+    def __init__(
+        self, storage: Storage, root: Path, step: int, durable: bool, token: str | None = None
+    ) -> None:
         self._storage, self._root, self._durable = storage, root, durable
         self.step = step
-        self.path = root / temporary_name("step", step, new_token(me()))
+        self.path = root / temporary_name("step", step, token or new_token(me()))
 
     def begin(self) -> None:
         """Create the attempt's directory, and the one above if it is not there.

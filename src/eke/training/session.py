@@ -33,7 +33,8 @@ class Session:
     """One process's view of one run. `biller` is None on ranks that keep no clock.
 
     Attributes:
-        save_s, eval_s: seconds that a save and an evaluation take, as measured last or guessed.
+        save_s, eval_s: seconds that a save (until it is committed) and an evaluation take, as
+            measured last or guessed.
     """
 
     prepared: Prepared
