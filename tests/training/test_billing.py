@@ -87,6 +87,7 @@ def test_bills_and_crumbs_add_up_to_the_process(
                 biller.gather(what, step)
             elif kind == "carve":
                 biller.carve(what, step, seconds * 0.75)
+                continue
             elif kind == "step":
                 biller.charge_step(step, useful_flops=flops / 3, flops=flops, tokens=step)
                 flops_due += flops

@@ -9,8 +9,8 @@ Tensors that are the same memory seen the same way (tied weights) appear once; t
 are aliases.
 
 A tensor is *eager* if it must be captured before `save` returns; the others are only changed by
-optimizers. With several optimizers, the tensors of the group "state" are split by the optimizer
-that changes them, so that a step waits for its own file's tensors and for no others.
+optimizers. The tensors of the group "state" are split by the optimizer that changes them ("other"
+if none does), so that a step waits for its own file's tensors and for no others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import xxhash
 from eke.checkpoint.manifest import Role
 from eke.checkpoint.objects import canonical, encode
 from eke.checkpoint.optimizer_state import OptimizerProvider
-from eke.checkpoint.providers import OBJECTS, STATE, StateProvider
+from eke.checkpoint.providers import OBJECTS, OTHER, STATE, StateProvider
 from eke.checkpoint.source import storage_of
 from eke.checkpoint.tensors import as_bytes, dtype_name, identity, refuse_unusual
 from eke.checkpoint.together import agree
@@ -103,7 +103,7 @@ def capture(
                         rule="groups become parts of file names: a-z, 0-9, _ and -",
                     )
                 if clocks and group == STATE:
-                    group = clocks.get(storage_of(tensor), "other")
+                    group = clocks.get(storage_of(tensor), OTHER)
                 (own if provider.per_rank else segments).append(
                     Held(full, tensor, group, "segment", eager)
                 )
@@ -146,10 +146,10 @@ def capture(
 
 
 def _clocks(providers: Mapping[str, StateProvider]) -> dict[Hashable, str]:
-    """Memory -> the group of what the optimizer that changes it changes; empty for one or none."""
+    """Memory -> the group of what the optimizer that changes it changes; empty without any."""
     optimizers = [p.optimizer for p in providers.values() if isinstance(p, OptimizerProvider)]
     groups: dict[Hashable, str] = {}
-    for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else (), 1):
+    for number, optimizer in enumerate(optimizers, 1):
         name = STATE if number == 1 else f"{STATE}-{number}"
         for tensor in tensors_of(optimizer):
             groups.setdefault(storage_of(tensor), name)

@@ -19,9 +19,10 @@ import torch
 from eke.checkpoint.tensors import dtype_name
 from eke.errors import InputError
 
-STATE, FROZEN, BUFFERS, OBJECTS = "state", "frozen", "buffers", "objects"
+STATE, FROZEN, OTHER = "state", "frozen", "other"
+BUFFERS, OBJECTS = "buffers", "objects"
 """Groups: tensors that change together lie in one file of their own. `objects` has the tensors
-that are inside objects."""
+that are inside objects, `other` what was to be in `state` but is no optimizer's."""
 
 
 class Segment(NamedTuple):

@@ -31,7 +31,7 @@ from eke.checkpoint.layout import steps
 from eke.checkpoint.manifest import Manifest, ObjectEntry, check, merge, serialise
 from eke.checkpoint.opening import OBJECTS_FORMAT, OBJECTS_VERSION
 from eke.checkpoint.previous import Previous
-from eke.checkpoint.providers import FROZEN, OBJECTS
+from eke.checkpoint.providers import FROZEN, OBJECTS, OTHER
 from eke.checkpoint.retention import Keep, expired
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import write_file
@@ -82,7 +82,7 @@ class Save:
             i: lane.eager_blocks for i, lane in enumerate(lanes) if lane.eager_blocks
         }
         worth = [i for i, lane in enumerate(lanes) if lane.group != OBJECTS]
-        calm = [i for i, lane in enumerate(lanes) if lane.group == FROZEN]
+        calm = [i for i, lane in enumerate(lanes) if lane.group in (FROZEN, OTHER)]
         self.flow = Flow([len(lane.blocks) for lane in lanes], worth, calm)
         self._last: list[dict[Hashable, int]] | None = None
         self._talk: Conference | None = None

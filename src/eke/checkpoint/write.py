@@ -16,6 +16,7 @@ import xxhash
 from eke.checkpoint.capture import Captured, Held, rank_name
 from eke.checkpoint.dtypes import STORED, stored_shape, tensor_bytes
 from eke.checkpoint.plan import HEADER, Block, cut
+from eke.checkpoint.providers import FROZEN, OTHER
 from eke.checkpoint.sharing import Item, share_out
 from eke.checkpoint.source import Changed, Source, storage_of
 from eke.checkpoint.storage import Storage
@@ -186,7 +187,7 @@ def lanes_of(captured: Captured, here: World, block_bytes: int) -> list[Lane]:
         file = f"{rank_name(here.rank)}.{group}.safetensors"
         lanes.append(Lane(file, group, header, ordered, starts, sources, blocks, eager_blocks))
     # What no optimizer changes is waited for by nobody, so it is captured last.
-    return sorted(lanes, key=lambda lane: (lane.eager_blocks == 0, lane.group == "frozen"))
+    return sorted(lanes, key=lambda lane: (lane.eager_blocks == 0, lane.group in (FROZEN, OTHER)))
 
 
 class LaneWriter:
