@@ -108,10 +108,9 @@ class Checkpointer:
         self._model: torch.nn.Module | None = None
         self._protected: frozenset[int] = frozenset()
         self._closed = False
-        self._on_error = on_error
         self._last: Ticket | None = None
         self._previous = Previous(self.root, self._storage)
-        self._engine = Engine(pool_bytes, self._patience_s)
+        self._engine = Engine(pool_bytes, self._patience_s, warn=on_error == "warn")
         self._hook = register_optimizer_step_pre_hook(_hook_of(weakref.ref(self)))
         # Dropped without `close`: what is in flight is finished, and the threads end.
         self._finalizer = weakref.finalize(self, _let_go, self._engine, self._hook)
@@ -212,7 +211,7 @@ class Checkpointer:
         self._engine.wait_for_room()
 
         def note() -> str | None:
-            self._raise_failed()
+            self._engine.raise_failed()
             if not here.is_main:
                 return None
             in_flight = self._last is not None and not self._last.final and self._last.step == step
@@ -252,7 +251,7 @@ class Checkpointer:
                 only `save`, `restore` and `close` raise, so that all ranks do at the same place).
         """
         if world().size == 1:
-            self._raise_failed()
+            self._engine.raise_failed()
         if params is None:
             self._engine.barrier(lambda: None)
         else:
@@ -261,7 +260,7 @@ class Checkpointer:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer is about to change its parameters and its state."""
-        if world().size == 1 and self._on_error == "raise":
+        if world().size == 1:
             self._engine.raise_failed()
         self._engine.barrier(lambda: {storage_of(tensor) for tensor in tensors_of(optimizer)})
 
@@ -271,14 +270,10 @@ class Checkpointer:
         barriers."""
         return self._engine.stall_s
 
-    def _raise_failed(self) -> None:
-        if self._on_error == "raise":
-            self._engine.raise_failed()
-
     def _settle(self, doing: str) -> None:
         """Wait for what is in flight, so that what was saved can be read. A collective."""
         self._engine.drain()
-        agree(doing, self._raise_failed)
+        agree(doing, self._engine.raise_failed)
 
     def protect(self, steps: Iterable[int]) -> None:
         """Keep these steps whatever `keep` says, in place of those that were protected before.
@@ -382,7 +377,7 @@ class Checkpointer:
         """
         self._require_open()
         self._engine.drain()
-        self._raise_failed()
+        self._engine.raise_failed()
 
     def close(self) -> None:
         """Wait for what is in flight, then let everything go; closing twice is harmless.
@@ -400,7 +395,7 @@ class Checkpointer:
         self._engine.close()
         self._providers.clear()
         self._model = None
-        self._raise_failed()
+        self._engine.raise_failed()
 
     def __enter__(self) -> Checkpointer:
         return self

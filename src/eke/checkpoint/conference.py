@@ -30,7 +30,7 @@ class Conference:
         token: the save's own; every rank has the same.
         here: this rank.
         patience_s: how long another rank may be silent.
-        moved: called when another rank shows progress.
+        moved: called again and again while this rank waits for another.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Conference:
             beat = self.look("beat", rank)
             if beat != seen and at_most_s is None:
                 seen, since = beat, time.monotonic()
-                self._moved()
+            self._moved()  # this wait has a bound of its own
             if time.monotonic() - since > limit:
                 raise EkeError(
                     f"rank {rank} has shown no progress for {limit:g} s",

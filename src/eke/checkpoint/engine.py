@@ -93,10 +93,11 @@ class Engine:
     Args:
         pool_bytes: memory for bytes on their way; taken when it is first needed.
         patience_s: how long a save may make no progress.
+        warn: log failures at once, instead of keeping them to be raised.
     """
 
-    def __init__(self, pool_bytes: int, patience_s: float) -> None:
-        self._pool_bytes, self._patience_s = pool_bytes, patience_s
+    def __init__(self, pool_bytes: int, patience_s: float, *, warn: bool = False) -> None:
+        self._pool_bytes, self._patience_s, self._warn = pool_bytes, patience_s, warn
         self._turn = threading.Condition()
         self._pool: Pool | None = None
         self._tasks: deque[Task] = deque()
@@ -403,7 +404,10 @@ class Engine:
             return
         task.ticket.error = task.failure(error)
         task.ticket.reach("failed")
-        self._errors.append(task.ticket)
+        if self._warn:
+            log.warning("%s", task.ticket.error)
+        else:
+            self._errors.append(task.ticket)
         self._turn.notify_all()
 
     # ------------------------------------------------------------------ threads
