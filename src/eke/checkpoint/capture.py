@@ -109,15 +109,10 @@ def capture(
                 )
             states[name] = provider.state()
             digests[name] = _digest(*encode(states[name], name)) if here.size > 1 else ""
-        names = {
-            held.name: [dtype_name(held.tensor.dtype), list(held.tensor.shape), held.group]
-            for held in segments
-        }
-        if len(names) != len(segments):
+        if len({held.name for held in segments}) != len(segments):
             raise InputError("a provider gave two tensors one name")
-        tied: dict[str, str] = {}
-        _untie(segments, tied)
-        structure = xxhash.xxh3_128_hexdigest(canonical([names, tied]).encode())
+        # Alone there is nobody to compare with.
+        structure = _structure(segments) if here.size > 1 else ""
         return {"digests": digests, "segments": structure, "note": noted}
 
     rows = agree(f"saving step {step}", look)
@@ -164,6 +159,17 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, torch.Tensor):
                     yield value
+
+
+def _structure(segments: list[Held]) -> str:
+    """Equal on ranks that hold the same shared tensors."""
+    names = {
+        held.name: [dtype_name(held.tensor.dtype), list(held.tensor.shape), held.group]
+        for held in segments
+    }
+    tied: dict[str, str] = {}
+    _untie(segments, tied)
+    return xxhash.xxh3_128_hexdigest(canonical([names, tied]).encode())
 
 
 def _untie(held: list[Held], aliases: dict[str, str]) -> list[Held]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,14 +57,15 @@ def cuts_of(captured: Captured, here: World) -> dict[str, list[Cut]]:
                 items.append(Item(held.name, rows, size // rows if rows else 0))
         for name, begin, end in share_out(items, here.size)[here.rank]:
             held = by_name[name]
-            whole, rest = held.tensor.detach(), held.tensor.dim() - 1
-            if rest >= 0:
+            whole, rest = held.tensor, held.tensor.dim() - 1
+            if rest >= 0 and end - begin < whole.shape[0]:
+                whole = whole.detach()
                 one = Cut(held, whole.narrow(0, begin, end - begin), (begin, *[0] * rest))
             else:
-                one = Cut(held, whole, ())
+                one = Cut(held, whole, (0,) * (rest + 1))
             cuts.setdefault(group, []).append(one)
     for held in captured.own:
-        one = Cut(held, held.tensor.detach(), (0,) * held.tensor.dim())
+        one = Cut(held, held.tensor, (0,) * held.tensor.dim())
         cuts.setdefault(held.group, []).append(one)
     return cuts
 
@@ -170,11 +172,9 @@ def lanes_of(captured: Captured, here: World, block_bytes: int) -> list[Lane]:
             torch.cuda.synchronize(device)  # what other threads copy was computed by this one
     for group, cuts in cuts_of(captured, here).items():
         by_key = {one.held.name: one for one in cuts}
-        pieces = arrange(_piece(one) for one in cuts)
-        header, starts = build_header(pieces)
-        ordered = [by_key[piece.key] for piece in pieces]
+        keys, header, starts, blocks = _lay_out(tuple(map(_piece, cuts)), block_bytes)
+        ordered = [by_key[key] for key in keys]
         sources = [Source(one.tensor) for one in ordered]
-        blocks = cut(len(header), [source.nbytes for source in sources], block_bytes)
         eager_until = max(
             (
                 start + source.nbytes
@@ -188,6 +188,20 @@ def lanes_of(captured: Captured, here: World, block_bytes: int) -> list[Lane]:
         lanes.append(Lane(file, group, header, ordered, starts, sources, blocks, eager_blocks))
     # What no optimizer changes is waited for by nobody, so it is captured last.
     return sorted(lanes, key=lambda lane: (lane.eager_blocks == 0, lane.group in (FROZEN, OTHER)))
+
+
+@lru_cache(maxsize=16)
+def _lay_out(
+    pieces: tuple[Piece, ...], block_bytes: int
+) -> tuple[list[str], bytes, list[int], list[Block]]:
+    """Of a file: its keys in order, its header, where each tensor starts, its blocks.
+
+    Remembered, because most saves are of the same tensors as the one before.
+    """
+    ordered = arrange(pieces)
+    header, starts = build_header(ordered)
+    blocks = cut(len(header), [piece.nbytes for piece in ordered], block_bytes)
+    return [piece.key for piece in ordered], header, starts, blocks
 
 
 class LaneWriter:
