@@ -131,6 +131,40 @@ def test_verify_tells_incomplete_and_foreign_by_exit_code(run, tmp_path):
         invoke("verify", tmp_path / "absent")
 
 
+def test_diff(run):
+    assert invoke("diff", step_dir(run, 1), step_dir(run, 2))[0] == 0
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    with Checkpointer(run / "other") as ck:
+        ck.attach(model=model)
+        ck.save(1).wait()
+    code, text = invoke("diff", step_dir(run, 2), run / "other")
+    assert code == 1
+    rows = {row[0]: row[1] for line in text.splitlines() if len(row := line.split()) > 2}
+    assert rows["model/0.weight"] == "changed"
+    assert rows["model/1.bias"] == "removed"
+    assert "tensor(s) differ" in text
+    code, text = invoke("diff", step_dir(run, 1), step_dir(run, 2), "--json", "--all")
+    assert code == 0
+    assert {row["status"] for row in json.loads(text)} == {"same"}
+
+
+def test_gc(run):
+    from eke.checkpoint.layout import temporary_name
+    from eke.checkpoint.owner import me, new_token
+
+    root = run / "checkpoints"
+    debris = root / temporary_name("step", 9, new_token(me()._replace(boot="00000000")))
+    debris.mkdir()
+    assert invoke("gc", run) == (0, f"removed {debris}\n")
+    assert invoke("gc", run) == (0, f"nothing to remove in {run}\n")
+    assert invoke("gc", run, "--keep-last", "1") == (0, f"removed {step_dir(run, 1)}\n")
+    assert [p.name for p in root.iterdir()] == ["step-000000002"]
+    with pytest.raises(InputError, match="at least 1"):
+        invoke("gc", run, "--keep-last", "0")
+    with pytest.raises(InputError, match="no such directory"):
+        invoke("gc", run / "absent")
+
+
 def test_torch_is_not_loaded(run):
     script = (
         f"import sys\nfrom eke.cli.checkpoint import app\ntry:\n    app(['verify', {str(run)!r}])\n"

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from eke.checkpoint.checkpointer import Checkpointer
+    from eke.checkpoint.commit import collect
+    from eke.checkpoint.difference import diff
     from eke.checkpoint.errors import CorruptCheckpoint, Problem, SaveError
     from eke.checkpoint.inspection import inspect, overview
     from eke.checkpoint.layout import latest, steps
@@ -51,6 +53,8 @@ _HOMES = {
     "StateProvider": "providers",
     "Storage": "storage",
     "Ticket": "ticket",
+    "collect": "commit",
+    "diff": "difference",
     "inspect": "inspection",
     "latest": "layout",
     "load_tensors": "loading",
@@ -85,6 +89,8 @@ __all__ = [
     "StateProvider",
     "Storage",
     "Ticket",
+    "collect",
+    "diff",
     "inspect",
     "latest",
     "load_tensors",
