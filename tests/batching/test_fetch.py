@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -180,3 +182,46 @@ def test_thousands_of_samples_need_few_descriptors(
     assert len(list(Path("/proc/self/fd").iterdir())) - before < 50
     assert len(samples) == 4000
     fetch.close()
+
+
+ORPHANS = """
+import sys, time, psutil, torch
+from eke.batching.fetch import SampleFetcher
+
+class Long:
+    def __len__(self): return 4096
+    def __getitem__(self, i):
+        ids = torch.arange(20_000)
+        return {"input_ids": ids, "labels": ids, "index": i}
+
+if __name__ == "__main__":
+    fetch = SampleFetcher(Long(), limit=None, most=2048, num_workers=2, start_method=sys.argv[1])
+    fetch.start(list(range(2048)))
+    fetch.take(list(range(2048)))
+    fetch.start(list(range(2048, 4096)))   # more than their pipes hold, and nobody reads
+    time.sleep(2)
+    print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_workers_end_when_the_trainer_is_killed(tmp_path: Path, start_method: str) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(ORPHANS)
+    trainer = subprocess.Popen(
+        [sys.executable, str(script), start_method],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert trainer.stdout is not None
+    workers = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+    trainer.kill()
+    trainer.wait(10)
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    for process in alive:
+        process.kill()
+    assert not alive

@@ -260,3 +260,41 @@ def test_workers_do_not_compete_for_cores(make: Any, write_jsonl: Any, tmp_path:
     )
     assert out.stdout.strip() == "200 false"
     assert "fork" not in out.stderr
+
+
+def test_too_long_a_sample_is_met_at_the_start_and_short_rows_cost_nothing(make: Any) -> None:
+    short, long = {"text": "a b"}, {"text": "word " * 300}
+    dataset = make([short] * 20 + [long] + [short] * 20, max_length=200)
+    with pytest.raises(InputError, match=r":21 has"):
+        dataset.check_lengths()
+    assert make([short] * 20, max_length=200).check_lengths() == 0
+    assert make([long] * 5, max_length=2000).check_lengths() == 0
+    assert make([long] * 5, max_length=1550).check_lengths() == 5
+    assert make([long] * 5, max_length=1550).check_lengths(most=3) == 3
+    for policy in ("truncate", "skip", "solo"):
+        assert make([long], max_length=200, overlength=policy).check_lengths() == 0
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.text(max_size=80), st.integers(2, 400))
+def test_no_row_that_is_passed_over_is_too_long(make: Any, words: str, max_length: int) -> None:
+    rows = [
+        {"text": words + "."},
+        {"prompt": words + "?", "response": words + "."},
+        {
+            "messages": [
+                {"role": "user", "content": words + "?"},
+                {"role": "assistant", "content": words + "."},
+            ]
+        },
+    ]
+    lengths = [len(item["input_ids"]) for item in map(make(rows).__getitem__, range(3))]
+    for row, length in zip(rows, lengths, strict=True):
+        dataset = make([row], max_length=max_length)
+        if length > max_length:
+            with pytest.raises(InputError):
+                dataset.check_lengths()
+        else:
+            dataset.check_lengths()

@@ -159,7 +159,9 @@ def test_a_file_that_is_not_gguf(tmp_path: Path) -> None:
         load_tokenizer(f"gguf:{tmp_path}/x.gguf")
 
 
-def test_a_hub_id_without_a_network(tokenizer: Any) -> None:
+def test_a_hub_id_without_a_network(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What HF_HUB_OFFLINE=1 sets when the library is imported; else it tries for a minute.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for load in (load_tokenizer, lambda source: load_model(source, tokenizer, seed=0)):
         with pytest.raises(InputError, match="nobody/nothing") as caught:
             load("nobody/nothing")

@@ -65,7 +65,7 @@ laps = st.lists(
     st.tuples(
         st.sampled_from(["charge", "gather", "step", "flush", "carve"]),
         st.sampled_from(["train", "wait", "govern", "eval", "checkpoint"]),
-        st.floats(0, 3),
+        st.integers(0, 3000).map(lambda ms: ms / 1000),
         st.floats(0, 1e9),
     ),
     max_size=40,
@@ -81,7 +81,7 @@ def test_bills_and_crumbs_add_up_to_the_process(
         for step, (kind, what, seconds, flops) in enumerate(moves):
             hand.work(seconds, joules=3 * seconds)
             if kind == "charge":
-                assert biller.charge(what, step, flops) >= seconds * 0.999 - 1e-9
+                assert biller.charge(what, step, flops) >= seconds - 1e-9
                 flops_due += flops
             elif kind == "gather":
                 biller.gather(what, step)
@@ -95,9 +95,9 @@ def test_bills_and_crumbs_add_up_to_the_process(
             else:
                 biller.flush(step)
                 continue
-            # Right after a lap nothing is under way: all is billed or gathered.
+            # Right after a lap nothing is under way: all is billed, but for a crumb of each kind.
             pending_s = biller.spent()["seconds"] - (ledger.spent("seconds") or 0.0)
-            assert -1e-9 <= pending_s <= 3 * SMALL_S + AGE_S * (kind == "gather") + 1e-9
+            assert -1e-9 <= pending_s <= 5 * SMALL_S
         biller.charge("govern", 99)
         biller.flush(99)
         age_s = AGE_S + hand.now_s - 1000.0

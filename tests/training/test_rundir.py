@@ -17,7 +17,14 @@ from eke.budget import Bill, Ledger
 from eke.budget.jsonl import effective, read_records
 from eke.errors import EkeError, InputError
 from eke.training.config import RunConfig
-from eke.training.rundir import FREE_KEYS, FREE_SECTIONS, RunDir, continued, differences, read_status
+from eke.training.rundir import (
+    FREE_KEYS,
+    FREE_SECTIONS,
+    RunDir,
+    continued,
+    differences,
+    read_status,
+)
 
 
 def config_with(**sections: dict[str, Any]) -> RunConfig:
@@ -303,3 +310,14 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
     run.open()
     run.close()
     run.close()
+
+
+def test_a_run_that_met_too_long_a_sample_may_be_told_what_to_do_with_it() -> None:
+    def with_policy(policy: str) -> RunConfig:
+        return RunConfig.from_mapping({"data": {"overlength": policy}})
+
+    assert differences(with_policy("error"), with_policy("skip")) == []
+    assert continued(with_policy("error"), with_policy("skip")).data.overlength == "skip"
+    assert continued(with_policy("error"), with_policy("auto")).data.overlength == "error"
+    changed = differences(with_policy("skip"), with_policy("truncate"))
+    assert [key for key, _, _ in changed] == ["data.overlength"]

@@ -10,6 +10,8 @@ a worker holds a file descriptor, of which a window would need thousands.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
 import threading
@@ -103,9 +105,21 @@ def _same(chunk: Any) -> Any:
     return chunk
 
 
-def _ignore_interrupt(worker: int) -> None:
-    # Ctrl-C reaches every process of the terminal; the main process decides what it means.
+def _begin_worker(_: int) -> None:
+    """Leave Ctrl-C to the trainer, and end when the trainer is gone.
+
+    torch's own watchdog lets a worker return, but one whose last samples do not fit into their
+    pipe then waits for ever for somebody to read them.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trainer = multiprocessing.parent_process()
+    if trainer is not None:
+
+        def follow() -> None:
+            trainer.join()
+            os._exit(1)
+
+        threading.Thread(target=follow, name="follow-trainer", daemon=True).start()
 
 
 class SampleFetcher:
@@ -196,7 +210,7 @@ class SampleFetcher:
                 num_workers=self._num_workers,
                 prefetch_factor=self._ahead,
                 persistent_workers=True,
-                worker_init_fn=_ignore_interrupt,
+                worker_init_fn=_begin_worker,
                 multiprocessing_context=self._start_method,
                 # Its own generator, so that starting a pass draws nothing from the global one.
                 generator=torch.Generator(),

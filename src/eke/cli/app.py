@@ -62,7 +62,7 @@ def main() -> None:
     if debug:  # wherever it stands: people add it at the end of the line that failed
         sys.argv.remove("--debug")
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="eke", standalone_mode=False)
     except EkeError as error:
         if debug:
             traceback.print_exc()

@@ -42,22 +42,22 @@ source = "builtin:tiny"
 [data]
 train = "builtin:pydocs"
 max_length = 256
-eval_examples = 96
+eval_examples = 64
 
 [budget]
 flops = {flops!r}
 
 [batch]
-per_step = "tokens:2048"
+per_step = "tokens:1024"
 
 [optimizer]
-warmup_steps = 10
+warmup_steps = 20
 
 [governor]
-eval_every = "25 steps"
+eval_every = "40 steps"
 
 [checkpoint]
-every = "20 steps"
+every = "25 steps"
 """
 
 
@@ -65,7 +65,7 @@ def demo(
     directory: Annotated[
         Path, typer.Option("--dir", help="Where the demonstration's runs go.")
     ] = Path("runs"),
-    flops: Annotated[str, typer.Option(help="The FLOP budget.")] = "4e12",
+    flops: Annotated[str, typer.Option(help="The FLOP budget.")] = "6e12",
 ) -> None:
     """Train, be killed in the middle of a save, resume bit-identically, stop, report."""
     from rich.console import Console

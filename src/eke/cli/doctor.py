@@ -67,7 +67,8 @@ def examine(directory: Path) -> list[Row]:
     """All checks, in the order in which a person would ask."""
     rows = [python_row(sys.version_info[:3])]
     rows += packages()
-    rows += [memory_row(), threads_row(), device_row()]
+    rows += [memory_row(), threads_row(), load_row(os.getloadavg()[0], os.cpu_count() or 1)]
+    rows += [device_row()]
     rows += disk_rows(directory)
     rows += [energy_row(), gloo_row()]
     return rows
@@ -120,6 +121,7 @@ def packages() -> list[Row]:
         ("pyarrow", "Parquet and datasets folders"),
         ("jinja2", "reports"),
         ("gguf", "GGUF models"),
+        ("accelerate", "GGUF models"),
     ):
         rows.append(package_row(name, version_of(name), needed=False, purpose=purpose))
     lightning = version_of("lightning")
@@ -158,6 +160,19 @@ def threads_row() -> Row:
             "Unset OMP_NUM_THREADS: more threads than cores make steps slower",
         )
     return Row("cores", "ok", f"{cores}" + (f", OMP_NUM_THREADS={asked}" if asked else ""))
+
+
+def load_row(load: float, cores: int) -> Row:
+    """Whether other programs want the cores: torch's threads wait for one another, so that one
+    foreign process makes two-thread steps several times slower (measured: four times)."""
+    busy = load > 0.5 * cores
+    return Row(
+        "load",
+        "warn" if busy else "ok",
+        f"{load:.2f} over the last minute",
+        f"{0.5 * cores:g} or less on {cores} cores",
+        "Close other programs, or set OMP_NUM_THREADS to the cores that are left",
+    )
 
 
 def device_row() -> Row:

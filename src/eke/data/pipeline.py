@@ -53,6 +53,10 @@ class Item(TypedDict):
     cut_tokens: int
 
 
+MARKUP_TOKENS = 64
+"""More than a chat template puts around a message, role names and a system prompt included."""
+
+
 def check_rows(source: Source, format: str = "auto") -> list[int]:
     """Read every row once and return the hash of each one's content, for `split_by_content`.
 
@@ -158,6 +162,31 @@ class TokenizedDataset(torch.utils.data.Dataset[Item]):
             "index": index,
             "cut_tokens": len(ids) - kept,
         }
+
+    def check_lengths(self, most: int = 20_000) -> int:
+        """Under `overlength="error"`, meet the first sample that is too long now, not in mid-run.
+
+        Only rows whose bytes could make so many tokens are tokenized, and of those at most `most`:
+        with a long context that is next to none.
+
+        Returns:
+            How many were tokenized.
+
+        Raises:
+            InputError: a sample is too long; names its row.
+        """
+        tokenized = 0
+        for k in range(len(self) if self.overlength == "error" else 0):
+            index = int(self.indices[k])
+            sample = parse_row(self.source[index], self.format, self.source.origin(index))
+            texts = sample.texts()
+            bound = sum(len(text.encode()) for text in texts) + MARKUP_TOKENS * (len(texts) + 1)
+            if bound > self.max_length:
+                self[k]
+                tokenized += 1
+                if tokenized == most:
+                    break
+        return tokenized
 
     def _encode(self, sample: Sample, origin: str) -> tuple[list[int], list[bool]]:
         if sample.format == "chat":

@@ -155,23 +155,20 @@ def gather_objects(value: Any) -> list[Any]:
     if _control is None:
         return [json.loads(json.dumps(value))]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = torch.zeros(_world.size, dtype=torch.int64)
+    sizes = torch.zeros((_world.size, 1), dtype=torch.int64)
     try:
-        dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()]), group=_control)
+        dist.all_gather(list(sizes), torch.tensor([data.numel()]), group=_control)
         longest = int(sizes.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: data.numel()] = data
-        out = torch.zeros(_world.size * longest, dtype=torch.uint8)
-        dist.all_gather_into_tensor(out, padded, group=_control)
+        out = torch.zeros((_world.size, longest), dtype=torch.uint8)
+        dist.all_gather(list(out), padded, group=_control)
     except RuntimeError as error:
         raise EkeError(
             f"rank {_world.rank} of {_world.size} lost the other ranks: {error}",
             fix="See which rank ended first in its own log; start the job again to resume",
         ) from error
-    return [
-        json.loads(bytes(out[r * longest : r * longest + int(sizes[r])].numpy()))
-        for r in range(_world.size)
-    ]
+    return [json.loads(bytes(row[: int(n)].numpy())) for row, n in zip(out, sizes, strict=True)]
 
 
 def barrier() -> None:

@@ -86,14 +86,14 @@ def _transformers() -> Any:
     return transformers
 
 
-def _arguments(kind: Kind, where: str) -> tuple[str, dict[str, Any]]:
+def _arguments(kind: str, where: str) -> tuple[str, dict[str, Any]]:
     if kind == "gguf":
         path = Path(where)
         return str(path.parent), {"gguf_file": path.name}
     return where, {}
 
 
-def _loading(kind: Kind, where: str, what: str, load: Any) -> Any:
+def _loading(kind: str, where: str, what: str, load: Any) -> Any:
     """Run one of transformers' loaders; its many failures become one clear error."""
     # transformers draws progress bars even where they are switched off.
     bars = contextlib.redirect_stderr(io.StringIO()) if kind == "gguf" else contextlib.nullcontext()
@@ -127,7 +127,9 @@ def load_tokenizer(source: str) -> Any:
     Raises:
         InputError: it cannot be loaded, or the source is a built-in model.
     """
-    kind, where = parse_source(source)
+    folder = Path(source).expanduser()
+    alone = (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").exists()
+    kind, where = ("folder", str(folder)) if alone else parse_source(source)
     if kind == "builtin":
         raise InputError(
             "a built-in model has no tokenizer of its own",

@@ -51,6 +51,18 @@ def spread(rows: Sequence[tuple[str, ...]], limit: int = TABLE_ROWS) -> tuple[tu
     return (*rows[:-1][::every], rows[-1])
 
 
+def numbers(
+    caption: str,
+    columns: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    numeric: tuple[int, ...],
+) -> Table:
+    """A table of a picture's numbers; its caption says so where rows are left out."""
+    if len(rows) > TABLE_ROWS:
+        caption += f" ({TABLE_ROWS} at most of {count(len(rows))})"
+    return Table(caption, columns, spread(rows), numeric)
+
+
 def both(draw: Callable[[int, str], str], name: str, wide: int = WIDE) -> tuple[str, str]:
     """A picture in both widths, with ids that differ."""
     return draw(wide, f"{name}-w"), draw(NARROW, f"{name}-n")
@@ -69,7 +81,7 @@ def loss_figure(view: RunView) -> Figure:
             f"{count(len(points))} steps are drawn as the lowest and highest loss of each of "
             f"{LIMIT_POINTS // 2:,} equal stretches of the axis."
         )
-    if view.evals:
+    if any(e.se for e in view.evals if e.loss is not None):
         notes.append("Bars on held-out losses are two standard errors on each side.")
     if any(d.action == "continue" for d in view.decisions):
         notes.append("Ticks along the top are decisions to go on.")
@@ -90,19 +102,16 @@ def loss_figure(view: RunView) -> Figure:
     ]  # fmt: skip
     x = "FLOPs" if view.x_unit == "flops" else "axis"
     tables = (
-        Table(
+        numbers(
             "Held-out evaluations",
             ("step", x, "loss", "standard error", "examples", "finished model"),
-            spread(evals),
+            evals,
             (0, 1, 2, 3, 4),
         ),
-        Table(
-            "Training steps"
-            + (
-                f" ({TABLE_ROWS} at most of {count(len(steps))})" if len(steps) > TABLE_ROWS else ""
-            ),
+        numbers(
+            "Training steps",
             ("step", x, "loss", "phase", "tokens so far"),
-            spread(steps),
+            steps,
             (0, 1, 2, 4),
         ),
     )
@@ -120,7 +129,7 @@ def budget_figures(view: RunView) -> tuple[Figure, ...]:
             text = amount(unit, part.value)
             if part.value is not None and not part.is_exact:
                 text = f"≥ {text}"
-            elif part.value and total.known > 0:
+            elif part.value and total.is_exact:  # a share of a total that may be higher misleads
                 text = f"{text} · {share(part.value / total.known)}"
             bars.append(charts.Bar(row.activity, row.label, part.value, text))
         whole = amount(unit, total.value)
@@ -173,8 +182,10 @@ def coverage(view: RunView) -> str:
     accounts = view.accounts
     if not accounts.rows:
         return "The ledger holds no bills."
-    if accounts.coverage is None:
+    if accounts.wall_s is None:
         return "The ledger does not say when its bills were written, so the wall clock is unknown."
+    if accounts.coverage is None:
+        return "The bills of the ledger lasted no time that could be measured."
     unknown = accounts.total("seconds").unknown
     parts = [
         f"The bills account for {share(accounts.coverage)} of the wall clock: "
@@ -221,8 +232,8 @@ def _series(view: RunView, points: list[Point], kind: str) -> Figure:
     wide, narrow = both(draw, name)
     shown = share if kind == "padding" else count
     rows = tuple((count(int(s)), shown(v)) for s, v in points)
-    table = Table(heading, ("step", heading.lower()), spread(rows), (0, 1))
-    note = f"{says.capitalize()}."
+    table = numbers(heading, ("step", heading.lower()), rows, (0, 1))
+    note = f"{says[0].upper()}{says[1:]}."  # str.capitalize would make 12 M 12 m
     if len(points) > LIMIT_POINTS:
         note += f" Drawn as the lowest and highest of {LIMIT_POINTS // 2:,} equal stretches."
     return Figure(wide, narrow, note, (table,))
@@ -269,8 +280,7 @@ def proof_figure(view: RunView) -> Figure | None:
         (count(s), loss(a), loss(b), UNKNOWN if a is None or b is None else power(b - a))
         for s, a, b in zip(shown.steps, shown.reference, shown.resumed, strict=True)
     )
-    table = Table(
-        "Losses", ("step", "never stopped", "killed and resumed", "difference"), spread(rows),
-        (0, 1, 2, 3),
-    )  # fmt: skip
+    table = numbers(
+        "Losses", ("step", "never stopped", "killed and resumed", "difference"), rows, (0, 1, 2, 3)
+    )
     return Figure(wide, narrow, shown.what, (table,))

@@ -261,7 +261,8 @@ def describe(view: RunView) -> str:
         parts.append(f"held-out loss {loss(view.final.loss)} at step {count(view.final.step)}")
     if view.x_unit == "flops" and view.steps:
         parts.append(f"over {power(view.steps[-1].x)} training FLOPs")
-    return ", ".join(parts).capitalize() + "."
+    text = ", ".join(parts)
+    return text[0].upper() + text[1:] + "."
 
 
 def loss_chart(

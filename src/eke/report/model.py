@@ -288,7 +288,7 @@ def build(files: RunFiles) -> RunView:
         exit_code=whole(files.status.get("exit_code")),
         model=plain(_section(files.config, "model").get("source") or "unknown"),
         corpus=plain(data.get("train") or "unknown"),
-        eval_corpus=plain(data.get("eval") or "unknown"),
+        eval_corpus=plain(data.get("eval") or "rows of the same, chosen by content"),
         currency=price[-1] if len(price) == 2 else "",
         x_unit=x_unit,
         steps=tuple(steps),

@@ -6,6 +6,7 @@ Property: whatever strings and finite numbers go in, what comes out is well-form
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from xml.sax.saxutils import escape, quoteattr
 
@@ -33,7 +34,8 @@ def el(name: str, *children: str, **attributes: object) -> str:
     parts = [name]
     for key, value in attributes.items():
         if value is not None:
-            shown = px(value) if isinstance(value, float) else clean(value, 100_000)
+            # Never cut: half a path or half an id is not a shorter one but a broken one.
+            shown = px(value) if isinstance(value, float) else clean(value, sys.maxsize)
             parts.append(f"{key.rstrip('_').replace('_', '-')}={quoteattr(shown)}")
     inner = "".join(children)
     return f"<{' '.join(parts)}>{inner}</{name}>" if inner else f"<{' '.join(parts)}/>"
@@ -56,9 +58,10 @@ def words(
 
 def rect(x: float, y: float, width: float, height: float, class_: str, *children: str) -> str:
     """A rectangle; a width or height below 0 is drawn as 0."""
+    # The order of max's arguments matters: the other one would turn NaN into 0.
     return el(
-        "rect", *children, x=float(x), y=float(y), width=max(0.0, float(width)),
-        height=max(0.0, float(height)), class_=class_,
+        "rect", *children, x=float(x), y=float(y), width=max(float(width), 0.0),
+        height=max(float(height), 0.0), class_=class_,
     )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from eke.budget.budget import Budget
@@ -297,22 +296,6 @@ class RunConfig(_Section):
     governor: GovernorSection = GovernorSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
-
-    @model_validator(mode="after")
-    def _combinations(self) -> RunConfig:
-        micro, longest = self.batch.micro_tokens, self.data.max_length
-        if (
-            isinstance(micro, int)
-            and isinstance(longest, int)
-            and micro < longest
-            and self.data.overlength in ("auto", "error")
-        ):
-            raise ValueError(
-                f"batch.micro_tokens = {micro} cannot hold a sample of data.max_length = "
-                f"{longest} tokens; raise batch.micro_tokens to {longest}, lower data.max_length, "
-                f'or set data.overlength = "truncate", "solo" or "skip"'
-            )
-        return self
 
     @property
     def run_dir(self) -> Path:

@@ -20,7 +20,7 @@ from eke.training.footprint import LEAST_MICRO_TOKENS, footprint, largest_micro_
 
 WANTED_EVALUATIONS = 8
 """The governor needs a regression over [t/2, t] from 40 % of the budget on: about this many."""
-MOST_MICRO_TOKENS = {"cpu": 1024, "cuda": 16384}
+MOST_MICRO_TOKENS = {"cpu": 512, "cuda": 16384}
 """More positions in one pass do not make it faster, and leave fewer ways to group by length."""
 MEMORY_SHARE = 0.6
 """Without budget.memory, the share of the memory free at the start that a run may plan with."""
@@ -99,23 +99,19 @@ def resolve(config: RunConfig, facts: Facts) -> RunConfig:
 
 
 def _micro_tokens(config: RunConfig, budget: Budget, facts: Facts) -> int:
-    """The most that fits and is of use; as many as the longest sample, if that must fit whole.
+    """The most that fits and is of use, and at least the longest sample that was looked at.
 
     Raises:
-        InputError: nothing fits into the memory limit, the longest sample does not, or what the
-            user set does not fit into the limit that the user set.
+        InputError: nothing fits into the memory limit, that sample does not, or what the user set
+            does not fit into the limit that the user set.
     """
     compute_bytes = 2 if config.model.dtype == "bf16" else 4
     limit = budget.memory_bytes or int(facts.free_bytes * MEMORY_SHARE)
-    most, longest, asked = (
-        MOST_MICRO_TOKENS[facts.device],
-        config.data.max_length,
-        config.batch.micro_tokens,
-    )
-    needed = LEAST_MICRO_TOKENS
-    if isinstance(longest, int) and config.data.overlength == "error":
-        needed = max(needed, longest)
-        most = max(most, 1 << (longest - 1).bit_length())
+    asked = config.batch.micro_tokens
+    # The data's own lengths count, not data.max_length: that may be a context of 128 k tokens,
+    # which no sample comes near.
+    needed = max(LEAST_MICRO_TOKENS, *facts.lengths)
+    most = max(MOST_MICRO_TOKENS[facts.device], 1 << (needed - 1).bit_length())
     fits = largest_micro_tokens(facts.shape, limit, compute_bytes=compute_bytes, most=most)
 
     def refuse(tokens: int, fix: str) -> InputError:
@@ -137,11 +133,11 @@ def _micro_tokens(config: RunConfig, budget: Budget, facts: Facts) -> int:
         return asked
     if fits == 0:
         raise refuse(LEAST_MICRO_TOKENS, "Raise budget.memory, or choose a smaller model")
-    if fits < needed:
+    if fits < needed and budget.memory_bytes is not None:  # what is free is but a guess
         raise refuse(
             needed,
-            f"Raise budget.memory, lower data.max_length to {fits}, or set data.overlength to "
-            "truncate, solo or skip",
+            f"Raise budget.memory, or set data.max_length to {fits} and data.overlength to "
+            "truncate or skip",
         )
     return fits
 
@@ -169,10 +165,10 @@ def _eval_examples(tokens: float | None, config: RunConfig, facts: Facts) -> int
 
 
 def _learning_rate(facts: Facts) -> float:
-    """From scratch: 3e-3 at width 192, falling with the root of the width. Fine-tuning: 2e-5 at
+    """From scratch: 1e-3 at width 192, falling with the root of the width. Fine-tuning: 2e-5 at
     7 B parameters, rising with the root of the size, at most 2e-4."""
     if facts.from_scratch:
-        return float(f"{3e-3 * math.sqrt(192 / facts.shape.hidden):.3g}")
+        return float(f"{1e-3 * math.sqrt(192 / facts.shape.hidden):.3g}")
     return float(f"{min(2e-4, 2e-5 * math.sqrt(7e9 / facts.shape.n_parameters)):.3g}")
 
 

@@ -37,13 +37,20 @@ def differences(stored: RunConfig, given: RunConfig) -> list[tuple[str, Any, Any
     old, new = stored.model_dump(mode="json"), given.model_dump(mode="json")
     for section, keys in new.items():
         for key, value in keys.items():
-            if section in FREE_SECTIONS or (section, key) in FREE_KEYS:
-                continue
             before = old[section][key]
+            if _is_free(section, key, before):
+                continue
             left_to_eke = value == "auto" or (section, key, value) == ("batch", "order_seed", None)
             if value != before and not left_to_eke:
                 found.append((f"{section}.{key}", before, value))
     return found
+
+
+def _is_free(section: str, key: str, before: object) -> bool:
+    """Whether a run may go on with another value than `before`."""
+    # Where too long a sample is an error, none has been trained on: the policy may still change.
+    undecided = (section, key, before) == ("data", "overlength", "error")
+    return section in FREE_SECTIONS or (section, key) in FREE_KEYS or undecided
 
 
 def continued(stored: RunConfig, given: RunConfig) -> RunConfig:
@@ -51,7 +58,8 @@ def continued(stored: RunConfig, given: RunConfig) -> RunConfig:
     values: dict[str, dict[str, Any]] = {}
     for section, keys in given.model_dump().items():
         for key, value in keys.items():
-            if section in FREE_SECTIONS or ((section, key) in FREE_KEYS and value != "auto"):
+            before = getattr(getattr(stored, section), key)
+            if _is_free(section, key, before) and (section in FREE_SECTIONS or value != "auto"):
                 values.setdefault(section, {})[key] = value
     return stored.with_values(values)
 

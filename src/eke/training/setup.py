@@ -36,7 +36,7 @@ from eke.models import (
 from eke.training.config import RunConfig
 from eke.training.evaluate import Holdout
 from eke.training.loss import token_losses
-from eke.training.resolve import MOST_MICRO_TOKENS, Facts, resolve
+from eke.training.resolve import Facts, resolve
 
 PROBED_SAMPLES = 256
 """Training samples whose lengths stand for all."""
@@ -174,6 +174,7 @@ def prepare(
     train = dataset(source, train_rows, overlength)
     # What is too long for training must not end a run at an evaluation.
     eval_data = dataset(eval_source, eval_rows, "truncate" if overlength == "solo" else overlength)
+    train.check_lengths()
     probed = [train[i] for i in _spread(len(train), PROBED_SAMPLES)]
     lengths = [len(s["input_ids"]) for s in probed if len(s["input_ids"]) > 1]
     if not lengths:
@@ -188,11 +189,13 @@ def prepare(
     # transformers loads a folder's model in evaluation mode, without its dropout.
     model = loaded.model.to(device).train() if weights else loaded.model
     budget = config.budget.parse()
-    speed = None
-    if not weights:
-        speed = probe_clones(loaded.model, max(lengths), device, autocast(config, device))
-    elif budget.seconds is not None or budget.money is not None:
-        speed = probe_speed(model, shape, max(lengths), device, autocast(config, device))
+    speed, context = None, autocast(config, device)
+    # Dropout and a clone's first weights must not move the run's random numbers.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if not weights:
+            speed = probe_clones(model, max(lengths), device, context)
+        elif budget.seconds is not None or budget.money is not None:
+            speed = probe_speed(model, shape, max(lengths), device, context)
     facts = Facts(
         shape=shape,
         lengths=lengths,
@@ -240,9 +243,7 @@ def _resolve_data(config: RunConfig, model_config: Any, device: torch.device) ->
     values: dict[str, Any] = {}
     context = int(getattr(model_config, "max_position_embeddings", None) or 2048)
     if config.data.max_length == "auto":
-        micro = config.batch.micro_tokens
-        one_pass = micro if isinstance(micro, int) else MOST_MICRO_TOKENS[device.type]
-        values["max_length"] = min(context, one_pass)
+        values["max_length"] = context
     elif config.data.max_length > context:
         raise InputError(
             "data.max_length is longer than the model's context",
@@ -328,8 +329,7 @@ def probe_clones(
         config.num_hidden_layers = n
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:n]
-        with torch.random.fork_rng(devices=[]):
-            clone = type(model)(config).to(device)
+        clone = type(model)(config).to(device)
         optimizer = torch.optim.AdamW(clone.parameters(), foreach=True)
         ids_BT = torch.zeros((rows, length), dtype=torch.long, device=device)
         batch = {
