@@ -171,6 +171,7 @@ HUNG = """
         print("failed", took < 20, str(error))
     print(ck.steps())
     sys.stdout.flush()
+    time.sleep(4)  # so that the other rank finds this one late, not gone
     os._exit(0)
 """
 
@@ -182,9 +183,9 @@ def test_a_rank_whose_disk_hangs_is_named_within_bounds(run_ranks, tmp_path, hun
         assert code == 0, text
         lines = text.splitlines()
         assert lines[0].startswith("failed True"), lines
-        # Rank 0 serves the store: once it has given up and ended, it does not answer.
+        # On a busy machine the hung rank may have given up and ended before; it is named all the same.
         said = ["has made no progress"] if rank == hung else [f"rank {hung} has shown no progress"]
-        said += ["rank 0 does not answer"] if (rank, hung) == (1, 0) else []
+        said += ["rank 0 does not answer"] if hung == 0 else [f"rank {hung} has ended"]
         assert any(text in lines[0] for text in said), (rank, lines)
         assert lines[-1] == "[1]"
     assert verify(tmp_path / "ck" / step_name(1)).ok
