@@ -67,7 +67,6 @@ class Saving:
         self._session, self._saver = session, saver
         self._last = time.perf_counter()
         self._ticket: Ticket | None = None
-        self._stall_s = session.save_s  # what the last save cost; until one did, all of it
         self._billed_s = 0.0
 
     def due(self) -> bool:
@@ -78,7 +77,8 @@ class Saving:
         since = time.perf_counter() - self._last
         if every == "auto":
             mtbf_s = parse_duration(s.config.checkpoint.mtbf)
-            return since >= auto_interval_s(self._stall_s, mtbf_s, s.save_s)
+            stall_s = s.save_s if s.stall_s is None else s.stall_s
+            return since >= auto_interval_s(stall_s, mtbf_s, s.save_s)
         cadence = Cadence.parse(every)
         if cadence.steps is not None:
             return (s.state.step + 1) % cadence.steps == 0
@@ -88,7 +88,7 @@ class Saving:
         """Take note of what the last save took, once it is committed."""
         ticket = self._ticket
         if ticket is not None and ticket.state == "committed":
-            self._stall_s = ticket.stall_s
+            self._session.stall_s = ticket.stall_s
             self._session.save_s = ticket.seconds["committed"]
 
     def save(self) -> None:
@@ -125,10 +125,21 @@ class Saving:
             SaveError: a save failed.
         """
         s = self._session
-        s.gather("govern")
-        self._saver.wait()
+        if self._ticket is None or self._ticket.final:
+            self._saver.wait()
+        else:
+            s.gather("govern")
+            self._saver.wait()
+            s.charge("checkpoint")
         self._learn()
-        s.charge("checkpoint")
+
+    def close(self) -> None:
+        """Wait for what is being saved, and let the checkpointer go.
+
+        Raises:
+            SaveError: a save failed.
+        """
+        self._saver.close()
 
     def __enter__(self) -> Saving:
         return self

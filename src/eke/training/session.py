@@ -35,6 +35,7 @@ class Session:
     Attributes:
         save_s, eval_s: seconds that a save (until it is committed) and an evaluation take, as
             measured last or guessed.
+        stall_s: how long training waited for the last save; None before one is measured.
     """
 
     prepared: Prepared
@@ -45,6 +46,7 @@ class Session:
     observer: Observer
     save_s: float
     eval_s: float = 0.0
+    stall_s: float | None = None
 
     @property
     def config(self) -> RunConfig:

@@ -69,7 +69,7 @@ class Stepper:
         session: Session,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        updated: Callable[[], None],
+        updated: Callable[[], None] = lambda: None,
     ) -> None:
         self._s, self._model, self._optimizer = session, model, optimizer
         self._updated = updated
