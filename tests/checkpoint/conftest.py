@@ -163,7 +163,7 @@ def saved(tmp_path):
     run = Run()
     run.steps(3)
     with run.attach_to(Checkpointer(tmp_path / "ck", keep=Keep(last=9))) as checkpointer:
-        path = checkpointer.save(3).path
+        path = checkpointer.save(3).wait().path
     return run, path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eke.checkpoint import Checkpointer, Keep, Storage, steps, verify
+from eke.checkpoint import Checkpointer, Keep, SaveError, Storage, steps, verify
 from eke.checkpoint.commit import Attempt, clean, delete
 from eke.checkpoint.layout import step_name, temporaries, temporary_name
 from eke.checkpoint.owner import ABANDONED_AFTER_S, me, new_token
@@ -31,7 +31,7 @@ SAVERS = """
         while True:
             run.step()
             step += 1
-            ck.save(step)
+            ck.save(step).wait()
             print("at", step, flush=True)
 
     shared.Run()
@@ -91,7 +91,7 @@ def test_kill_9_at_random_moments_never_loses_a_committed_step(tmp_path, new_run
     run = new_run()
     ck = run.attach_to(Checkpointer(root))
     ck.restore()
-    ck.save(10_000)
+    ck.save(10_000).wait()
     assert temporaries(root) == []
 
 
@@ -132,16 +132,17 @@ def test_a_kill_before_every_single_call_leaves_a_sound_newest_checkpoint(tmp_pa
     run = new_run()
     run.step()
     root = tmp_path / "ck"
-    run.attach_to(Checkpointer(root, keep=Keep(last=1))).save(0)
-    step, seen, at, finished = 1, set(), 1, False
+    run.attach_to(Checkpointer(root, keep=Keep(last=1))).save(0).wait()
+    step, seen, at, finished, killed = 1, set(), 1, False, []
     while not finished:
         storage = KillAt(at)
         saver = run.attach_to(Checkpointer(root, keep=Keep(last=1), storage=storage))
+        ticket = saver.save(step)
         try:
-            saver.save(step)
+            ticket.wait()
             finished = True
-        except Killed:
-            pass
+        except SaveError:
+            killed.append(ticket.error.__cause__)
         there = steps(root)
         assert there, f"killed before call {at}: nothing is left"
         assert all(verify(root / step_name(one)).ok for one in there)
@@ -150,9 +151,10 @@ def test_a_kill_before_every_single_call_leaves_a_sound_newest_checkpoint(tmp_pa
         if there[-1] == step:
             step += 1
         at += 1
+    assert {type(cause) for cause in killed} == {Killed}
     assert at > 15, "a save is many calls"
     assert len(seen) > 3
-    run.attach_to(Checkpointer(root, keep=Keep(last=1))).save(step + 1)
+    run.attach_to(Checkpointer(root, keep=Keep(last=1))).save(step + 1).wait()
     assert steps(root) == [step + 1]
     assert [p.name for p in root.iterdir()] == [step_name(step + 1)]
 

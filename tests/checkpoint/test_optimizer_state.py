@@ -52,7 +52,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, name, fresh):
     train(model, optimizer)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(3)
+        ck.save(3).wait()
     at_save = state_bits(model, optimizer)
     train(model, optimizer)
     expected = [p.detach().clone() for p in model.parameters()]
@@ -89,7 +89,7 @@ def test_lbfgs_keeps_its_lists_of_tensors(tmp_path):
     run(model, optimizer)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(1)
+        ck.save(1).wait()
         run(model, optimizer)
         expected = [p.detach().clone() for p in model.parameters()]
     model = net(seed=1)
@@ -108,7 +108,7 @@ def test_state_follows_names_whatever_the_order_and_the_groups(tmp_path):
     before = state_bits(model, optimizer)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(1)
+        ck.save(1).wait()
     other = net(seed=2)
     parameters = list(other.parameters())[::-1]
     regrouped = torch.optim.AdamW(
@@ -132,7 +132,7 @@ def test_hyperparameters_come_back(tmp_path):
     )
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(0)
+        ck.save(0).wait()
         for group in optimizer.param_groups:
             group.update(lr=9.0, momentum=0.1)
         ck.restore()
@@ -145,7 +145,7 @@ def test_a_tensor_rate_is_filled_in_place(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(0)
+        ck.save(0).wait()
         rate.fill_(1.0)
         ck.restore()
     assert rate.item() == 0.25
@@ -157,7 +157,7 @@ def test_going_back_to_before_the_first_step_forgets_the_state(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(0)
+        ck.save(0).wait()
         train(model, optimizer)
         assert optimizer.state
         ck.restore()
@@ -170,7 +170,7 @@ def test_parameters_that_were_added_or_removed(tmp_path):
     train(model, optimizer)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(1)
+        ck.save(1).wait()
     wider = torch.optim.AdamW(model.parameters())
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=wider)
@@ -191,7 +191,7 @@ def test_another_kind_of_optimizer_is_left_alone(tmp_path):
     train(model, optimizer)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(1)
+        ck.save(1).wait()
     other = torch.optim.SGD(model.parameters(), lr=0.25)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=other)
@@ -220,6 +220,6 @@ def test_gradients_are_not_saved_and_do_not_matter(tmp_path):
     assert model[0].weight.grad is not None
     with Checkpointer(tmp_path, keep=Keep()) as ck:
         ck.attach(model=model, optimizer=optimizer)
-        ck.save(1)
+        ck.save(1).wait()
         assert len(ck.restore().missing) == 0
     assert len(OptimizerProvider(optimizer, model).segments()) == 12

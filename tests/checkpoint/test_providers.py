@@ -23,12 +23,25 @@ def test_wrappers_do_not_change_names():
     assert [s.key for s in ModuleProvider(compiled).segments()] == ["weight", "bias"]
 
 
-def test_frozen_parameters_are_a_group_and_buffers_are_not():
+def test_groups_of_a_module_and_what_cannot_wait():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].requires_grad_(False)
-    groups = {s.key: s.group for s in ModuleProvider(model).segments()}
-    assert groups["0.weight"] == groups["0.bias"] == "frozen"
-    assert {g for k, g in groups.items() if k.startswith("1.")} == {"state"}
+    segments = {s.key: s for s in ModuleProvider(model).segments()}
+    buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert {k for k, s in segments.items() if s.group == "frozen"} == {"0.weight", "0.bias"}
+    assert {k for k, s in segments.items() if s.group == "state"} == {"1.weight", "1.bias"}
+    assert {k for k, s in segments.items() if s.group == "buffers"} == buffers
+    assert {k for k, s in segments.items() if s.eager} == buffers
+
+
+def test_memory_that_comes_and_goes_cannot_wait():
+    class FullyShardedDataParallel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+    segments = ModuleProvider(nn.Sequential(FullyShardedDataParallel())).segments()
+    assert [s.eager for s in segments] == [True, True]
 
 
 def test_buffers_that_are_not_persistent_are_not_saved():
@@ -57,7 +70,7 @@ def test_extra_state_of_modules(tmp_path):
     top.calls = 3
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, extra={"top": top})
-        ck.save(0)
+        ck.save(0).wait()
         model["inner"].calls = top.calls = 0
         report = ck.restore()
     assert (model["inner"].calls, top.calls) == (7, 3)
@@ -81,7 +94,7 @@ def test_every_generator_comes_back(tmp_path):
     draw()
     with Checkpointer(tmp_path) as ck:
         ck.attach(rng=True)
-        ck.save(0)
+        ck.save(0).wait()
         first = draw()
         assert draw() != first
         assert ck.restore().left_alone == ()
@@ -95,7 +108,7 @@ def test_cuda_states_of_another_machine_are_left_alone(tmp_path, monkeypatch):
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.zeros(16, dtype=torch.uint8)])
         ck.attach(rng=True)
-        ck.save(0)
+        ck.save(0).wait()
     with Checkpointer(tmp_path) as ck:
         ck.attach(rng=True)
         assert ck.restore().left_alone == ("rng/cuda",)
@@ -106,7 +119,7 @@ def test_dicts_and_lists_are_filled_in_place(tmp_path):
     notes["tensor"] = inner
     with Checkpointer(tmp_path) as ck:
         ck.attach(extra={"notes": notes, "items": items})
-        ck.save(0)
+        ck.save(0).wait()
         notes["a"] = 5
         notes["later"] = True
         items.clear()
@@ -120,7 +133,7 @@ def test_dicts_and_lists_are_filled_in_place(tmp_path):
 def test_a_dict_where_a_list_was_is_an_error(tmp_path):
     with Checkpointer(tmp_path) as ck:
         ck.attach(extra={"x": {"a": 1}})
-        ck.save(0)
+        ck.save(0).wait()
     with Checkpointer(tmp_path) as ck:
         ck.attach(extra={"x": [1]})
         with pytest.raises(Exception, match="a dict where a list is attached"):
@@ -132,7 +145,7 @@ def test_functions_as_a_provider(tmp_path):
     provider = ObjectProvider(lambda: box["value"], lambda saved: box.update(value=saved))
     with Checkpointer(tmp_path) as ck:
         ck.attach(extra={"box": provider})
-        ck.save(0)
+        ck.save(0).wait()
         box["value"] = None
         ck.restore()
     assert box["value"] == (1, {2, 3})
@@ -164,7 +177,7 @@ def test_a_users_own_provider(tmp_path):
     assert isinstance(Pages(0), StateProvider)
     with Checkpointer(tmp_path) as ck:
         ck.attach(extra={"pages": Pages(5)})
-        path = ck.save(0).path
+        path = ck.save(0).wait().path
     assert (path / "rank00000.pages.safetensors").exists()
     other = Pages(0)
     with Checkpointer(tmp_path) as ck:
@@ -218,7 +231,7 @@ def test_torchs_schedulers(tmp_path, name):
     rates(optimizer, scheduler)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, optimizer=optimizer, scheduler=scheduler)
-        ck.save(6)
+        ck.save(6).wait()
     expected = rates(optimizer, scheduler)
     model, optimizer, scheduler = make()
     with Checkpointer(tmp_path) as ck:

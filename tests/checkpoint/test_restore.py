@@ -19,7 +19,7 @@ def three(tmp_path, new_run):
         for step in (1, 2, 3):
             run.step()
             bits[step] = run.bits()
-            ck.save(step)
+            ck.save(step).wait()
     return tmp_path / "ck", bits
 
 
@@ -59,7 +59,7 @@ def test_falling_back_only_when_asked_to(three, new_run, caplog):
     assert run.bits() == bits[1]
     ck.discard_after(1)
     run.step()
-    ck.save(2)
+    ck.save(2).wait()
     assert ck.steps() == [1, 2]
 
 
@@ -114,7 +114,7 @@ def test_strict_names_every_difference_and_changes_nothing(tmp_path):
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, extra={"gone": {"x": 1}})
-        ck.save(1)
+        ck.save(1).wait()
     other = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 3), "d": nn.Linear(2, 2).half()})
     before = {k: v.clone() for k, v in other.state_dict().items()}
     with Checkpointer(tmp_path) as ck:
@@ -136,7 +136,7 @@ def test_a_dtype_is_never_cast(tmp_path):
     model = nn.Linear(2, 2)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model)
-        ck.save(1)
+        ck.save(1).wait()
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=nn.Linear(2, 2).to(torch.bfloat16))
         with pytest.raises(InputError, match=r"mismatched: model/bias, model/weight"):
@@ -154,7 +154,7 @@ def test_a_provider_that_fails_half_way_says_so(tmp_path):
     model = nn.Linear(2, 2)
     with Checkpointer(tmp_path) as ck:
         ck.attach(model=model, loader=Refuses())
-        ck.save(1)
+        ck.save(1).wait()
         with pytest.raises(EkeError, match=r"restoring 'loader'.*cursor.*partly restored"):
             ck.restore()
 

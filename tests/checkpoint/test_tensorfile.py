@@ -73,6 +73,8 @@ def test_safe_open_reads_every_file_of_a_checkpoint(saved):
     assert {f.name for f in path.glob("*.safetensors")} == {
         "rank00000.state.safetensors",
         "rank00000.frozen.safetensors",
+        "rank00000.buffers.safetensors",
+        "rank00000.objects.safetensors",
     }
 
 
@@ -107,7 +109,7 @@ def test_torchs_own_reader_puts_shards_of_two_ranks_together(run_ranks, tmp_path
         values = torch.nn.ParameterDict({"big": torch.randn(3000, 200), "small": torch.randn(5)})
         ck = Checkpointer(sys.argv[1])
         ck.attach(model=values)
-        ck.save(1)
+        ck.save(1).wait()
         distributed.shutdown()
     """
     for code, output in run_ranks(2, script, tmp_path / "ck"):
@@ -206,7 +208,7 @@ def test_unusual_dtypes_survive_a_checkpoint(tmp_path):
     before = {name: bytes(as_bytes(tensor)) for name, tensor in tensors.items()}
     with Checkpointer(tmp_path, keep=Keep()) as ck:
         ck.attach(model=model)
-        path = ck.save(0).path
+        path = ck.save(0).wait().path
         for tensor in tensors.values():
             tensor.zero_()
         ck.restore()

@@ -1,16 +1,32 @@
+import numpy as np
 import torch
 
 from eke.checkpoint.capture import Captured, Held
 from eke.checkpoint.manifest import Manifest, check, merge
 from eke.checkpoint.reader import Reader
 from eke.checkpoint.storage import Storage
-from eke.checkpoint.write import cuts_of, write_rank
+from eke.checkpoint.write import LaneWriter, cuts_of, lanes_of
 from eke.distributed import World
 
 
 def captured_of(rank, shared):
     own = [Held(f"rng/rank{rank:05d}/t", torch.full((3,), rank), "state", "object")]
     return Captured(shared, own, {}, {"model": None, "rng": rank}, {"model": False, "rng": True})
+
+
+def write_rank(directory, captured, here, block_bytes):
+    """What the engine's two threads do, in one."""
+    report = {"files": {}, "tensors": {}, "aliases": captured.aliases}
+    for lane in lanes_of(captured, here, block_bytes):
+        writer = LaneWriter(Storage(), directory, lane)
+        for number in range(len(lane.blocks)):
+            slot = np.empty(block_bytes, np.uint8)
+            lane.fill(number, slot)
+            writer.write(number, slot.data)
+        part = writer.finish(durable=False)
+        report["files"] |= part["files"]
+        report["tensors"] |= part["tensors"]
+    return report
 
 
 def test_ranks_together_write_every_element_once(tmp_path):
@@ -29,7 +45,7 @@ def test_ranks_together_write_every_element_once(tmp_path):
         for k, t in tensors.items()
     ]
     reports = [
-        write_rank(Storage(), tmp_path, captured_of(rank, shared), World(rank, 3), durable=False)
+        write_rank(tmp_path, captured_of(rank, shared), World(rank, 3), 1 << 16)
         for rank in range(3)
     ]
     files, entries, _ = merge(reports)

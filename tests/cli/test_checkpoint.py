@@ -21,8 +21,8 @@ def run(tmp_path):
     model[1].bias.requires_grad_(False)
     with Checkpointer(tmp_path / "run" / "checkpoints") as ck:
         ck.attach(model=model, rng=True)
-        ck.save(1)
-        ck.save(2)
+        ck.save(1).wait()
+        ck.save(2).wait()
     return tmp_path / "run"
 
 
@@ -41,6 +41,7 @@ def flip_last_byte(run, step):
     file = step_dir(run, step) / "rank00000.frozen.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
+    file.unlink()  # the other step has the same file by another name
     file.write_bytes(data)
 
 
@@ -128,6 +129,40 @@ def test_verify_tells_incomplete_and_foreign_by_exit_code(run, tmp_path):
     assert invoke("verify", tmp_path / "pictures")[0] == 5
     with pytest.raises(InputError):
         invoke("verify", tmp_path / "absent")
+
+
+def test_diff(run):
+    assert invoke("diff", step_dir(run, 1), step_dir(run, 2))[0] == 0
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    with Checkpointer(run / "other") as ck:
+        ck.attach(model=model)
+        ck.save(1).wait()
+    code, text = invoke("diff", step_dir(run, 2), run / "other")
+    assert code == 1
+    rows = {row[0]: row[1] for line in text.splitlines() if len(row := line.split()) > 2}
+    assert rows["model/0.weight"] == "changed"
+    assert rows["model/1.bias"] == "removed"
+    assert "tensor(s) differ" in text
+    code, text = invoke("diff", step_dir(run, 1), step_dir(run, 2), "--json", "--all")
+    assert code == 0
+    assert {row["status"] for row in json.loads(text)} == {"same"}
+
+
+def test_gc(run):
+    from eke.checkpoint.layout import temporary_name
+    from eke.checkpoint.owner import me, new_token
+
+    root = run / "checkpoints"
+    debris = root / temporary_name("step", 9, new_token(me()._replace(boot="00000000")))
+    debris.mkdir()
+    assert invoke("gc", run) == (0, f"removed {debris}\n")
+    assert invoke("gc", run) == (0, f"nothing to remove in {run}\n")
+    assert invoke("gc", run, "--keep-last", "1") == (0, f"removed {step_dir(run, 1)}\n")
+    assert [p.name for p in root.iterdir()] == ["step-000000002"]
+    with pytest.raises(InputError, match="at least 1"):
+        invoke("gc", run, "--keep-last", "0")
+    with pytest.raises(InputError, match="no such directory"):
+        invoke("gc", run / "absent")
 
 
 def test_torch_is_not_loaded(run):

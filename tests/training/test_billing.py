@@ -63,7 +63,7 @@ def billing_of(
 
 laps = st.lists(
     st.tuples(
-        st.sampled_from(["charge", "gather", "step", "flush"]),
+        st.sampled_from(["charge", "gather", "step", "flush", "carve"]),
         st.sampled_from(["train", "wait", "govern", "eval", "checkpoint"]),
         st.integers(0, 3000).map(lambda ms: ms / 1000),
         st.floats(0, 1e9),
@@ -85,6 +85,9 @@ def test_bills_and_crumbs_add_up_to_the_process(
                 flops_due += flops
             elif kind == "gather":
                 biller.gather(what, step)
+            elif kind == "carve":
+                biller.carve(what, step, seconds * 0.75)
+                continue
             elif kind == "step":
                 biller.charge_step(step, useful_flops=flops / 3, flops=flops, tokens=step)
                 flops_due += flops
@@ -194,3 +197,22 @@ def test_the_real_clock_keeps_the_books_too() -> None:
     biller.charge("finish", 50)
     biller.flush(50)
     assert before <= (ledger.spent("seconds") or 0.0) <= biller.spent()["seconds"]
+
+
+@pytest.mark.parametrize("energy", [True, False])
+def test_a_stall_within_a_step_is_the_savers(energy: bool) -> None:
+    with billing_of(energy=energy) as (biller, ledger, hand):
+        biller.charge("startup", 0)
+        hand.work(4.0, joules=8.0)
+        biller.carve("checkpoint", 1, 3.0)
+        hand.work(1.0, joules=2.0)
+        assert biller.charge_step(1, useful_flops=1, flops=1, tokens=1) == pytest.approx(2.0)
+        totals = ledger.totals()
+        assert totals["checkpoint"]["seconds"] == pytest.approx(3.0)
+        assert totals["train"]["seconds"] == pytest.approx(2.0)
+        if energy:
+            assert totals["checkpoint"]["joules"] == pytest.approx(6.0)
+            assert totals["train"]["joules"] == pytest.approx(4.0)
+        biller.carve("checkpoint", 2, 5.0)  # never more than the lap has
+        biller.flush(2)
+        assert ledger.totals()["checkpoint"]["seconds"] == pytest.approx(3.0)

@@ -181,7 +181,8 @@ def test_a_save_is_billed_and_remembers_the_logs(make: Make) -> None:
     saving.save()
     assert saving.newest() == 3
     assert session.run.ledger.bills[-1].what == "checkpoint"
-    assert session.save_s == session.run.ledger.bills[-1].seconds
+    assert session.stall_s is not None
+    assert 0 < session.stall_s <= session.save_s  # the rest was done in the background
     assert session.state.offsets["metrics"] == session.run.metrics.offset
     assert session.state.offsets["ledger"] < session.run.ledger.offset
 

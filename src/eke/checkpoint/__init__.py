@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eke.checkpoint.checkpointer import Checkpointer, Ticket
+    from eke.checkpoint.checkpointer import Checkpointer
+    from eke.checkpoint.commit import collect
+    from eke.checkpoint.difference import diff
     from eke.checkpoint.errors import CorruptCheckpoint, Problem, SaveError
     from eke.checkpoint.inspection import inspect, overview
     from eke.checkpoint.layout import latest, steps
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from eke.checkpoint.restore import LoadReport
     from eke.checkpoint.retention import Keep
     from eke.checkpoint.storage import Storage
+    from eke.checkpoint.ticket import Ticket
     from eke.checkpoint.verification import Report, verify
 
 _HOMES = {
@@ -49,7 +52,9 @@ _HOMES = {
     "Spec": "providers",
     "StateProvider": "providers",
     "Storage": "storage",
-    "Ticket": "checkpointer",
+    "Ticket": "ticket",
+    "collect": "commit",
+    "diff": "difference",
     "inspect": "inspection",
     "latest": "layout",
     "load_tensors": "loading",
@@ -84,6 +89,8 @@ __all__ = [
     "StateProvider",
     "Storage",
     "Ticket",
+    "collect",
+    "diff",
     "inspect",
     "latest",
     "load_tensors",

@@ -7,12 +7,16 @@ that it is `per_rank`. Own tensors have the rank in their names: `rng/rank00001/
 
 Tensors that are the same memory seen the same way (tied weights) appear once; their other names
 are aliases.
+
+A tensor is *eager* if it must be captured before `save` returns; the others are only changed by
+optimizers. The tensors of the group "state" are split by the optimizer that changes them ("other"
+if none does), so that a step waits for its own file's tensors and for no others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +25,9 @@ import xxhash
 
 from eke.checkpoint.manifest import Role
 from eke.checkpoint.objects import canonical, encode
-from eke.checkpoint.providers import STATE, StateProvider
+from eke.checkpoint.optimizer_state import OptimizerProvider
+from eke.checkpoint.providers import OBJECTS, OTHER, STATE, StateProvider
+from eke.checkpoint.source import storage_of
 from eke.checkpoint.tensors import as_bytes, dtype_name, identity, refuse_unusual
 from eke.checkpoint.together import agree
 from eke.distributed import World
@@ -37,6 +43,7 @@ class Held(NamedTuple):
     tensor: torch.Tensor
     group: str
     role: Role
+    eager: bool = True
 
 
 @dataclass
@@ -48,6 +55,7 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, bool] = field(default_factory=dict)
+    note: Any = None
 
 
 def rank_name(rank: int) -> str:
@@ -55,10 +63,21 @@ def rank_name(rank: int) -> str:
     return f"rank{rank:05d}"
 
 
-def capture(providers: Mapping[str, StateProvider], step: int, here: World) -> Captured:
+def capture(
+    providers: Mapping[str, StateProvider],
+    step: int,
+    here: World,
+    note: Callable[[], Any] = lambda: None,
+) -> Captured:
     """Ask every provider for its state. A collective.
 
     The tensors are the live ones, not copies: write them before they change.
+
+    Args:
+        providers: by name.
+        step: for errors.
+        here: this rank.
+        note: called first, may raise; what it returned on rank 0 is every rank's `Captured.note`.
 
     Raises:
         InputError: something is of a type that a checkpoint cannot hold.
@@ -69,10 +88,12 @@ def capture(providers: Mapping[str, StateProvider], step: int, here: World) -> C
     own: list[Held] = []
 
     def look() -> dict[str, Any]:
+        noted = note()
         digests = {}
+        clocks = _clocks(providers)
         for name, provider in providers.items():
             prefix = f"{name}/{rank_name(here.rank)}" if provider.per_rank else name
-            for key, tensor, group in provider.segments():
+            for key, tensor, group, eager in provider.segments():
                 full = f"{prefix}/{key}"
                 refuse_unusual(tensor, full)
                 if _GROUP.fullmatch(group) is None:
@@ -81,21 +102,18 @@ def capture(providers: Mapping[str, StateProvider], step: int, here: World) -> C
                         value=group,
                         rule="groups become parts of file names: a-z, 0-9, _ and -",
                     )
+                if clocks and group == STATE:
+                    group = clocks.get(storage_of(tensor), OTHER)
                 (own if provider.per_rank else segments).append(
-                    Held(full, tensor, group, "segment")
+                    Held(full, tensor, group, "segment", eager)
                 )
             states[name] = provider.state()
             digests[name] = _digest(*encode(states[name], name)) if here.size > 1 else ""
-        names = {
-            held.name: [dtype_name(held.tensor.dtype), list(held.tensor.shape), held.group]
-            for held in segments
-        }
-        if len(names) != len(segments):
+        if len({held.name for held in segments}) != len(segments):
             raise InputError("a provider gave two tensors one name")
-        tied: dict[str, str] = {}
-        _untie(segments, tied)
-        structure = xxhash.xxh3_128_hexdigest(canonical([names, tied]).encode())
-        return {"digests": digests, "segments": structure}
+        # Alone there is nobody to compare with.
+        structure = _structure(segments) if here.size > 1 else ""
+        return {"digests": digests, "segments": structure, "note": noted}
 
     rows = agree(f"saving step {step}", look)
     for rank, row in enumerate(rows):
@@ -105,7 +123,7 @@ def capture(providers: Mapping[str, StateProvider], step: int, here: World) -> C
                 f"step {step} cannot be saved: rank {rank} holds other tensors than rank 0",
                 rule="every rank attaches the same things, with tensors of equal names and shapes",
             )
-    out = Captured()
+    out = Captured(note=rows[0]["note"])
 
     def name_all() -> None:
         for name, provider in providers.items():
@@ -113,13 +131,45 @@ def capture(providers: Mapping[str, StateProvider], step: int, here: World) -> C
             out.per_rank[name] = provider.per_rank or differs
             prefix = f"{name}/{rank_name(here.rank)}" if out.per_rank[name] else name
             out.objects[name], tensors = encode(states[name], prefix)
-            held = [Held(key, tensor, STATE, "object") for key, tensor in tensors.items()]
+            held = [Held(key, tensor, OBJECTS, "object") for key, tensor in tensors.items()]
             (own if out.per_rank[name] else segments).extend(held)
         out.shared = _untie(segments, out.aliases)
         out.own = _untie(own, out.aliases)
 
     agree(f"saving step {step}", name_all)
     return out
+
+
+def _clocks(providers: Mapping[str, StateProvider]) -> dict[Hashable, str]:
+    """Memory -> the group of what the optimizer that changes it changes; empty without any."""
+    optimizers = [p.optimizer for p in providers.values() if isinstance(p, OptimizerProvider)]
+    groups: dict[Hashable, str] = {}
+    for number, optimizer in enumerate(optimizers, 1):
+        name = STATE if number == 1 else f"{STATE}-{number}"
+        for tensor in tensors_of(optimizer):
+            groups.setdefault(storage_of(tensor), name)
+    return groups
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """What an optimizer's step may change: its parameters and every tensor in their state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    yield value
+
+
+def _structure(segments: list[Held]) -> str:
+    """Equal on ranks that hold the same shared tensors."""
+    names = {
+        held.name: [dtype_name(held.tensor.dtype), list(held.tensor.shape), held.group]
+        for held in segments
+    }
+    tied: dict[str, str] = {}
+    _untie(segments, tied)
+    return xxhash.xxh3_128_hexdigest(canonical([names, tied]).encode())
 
 
 def _untie(held: list[Held], aliases: dict[str, str]) -> list[Held]:

@@ -1,7 +1,12 @@
 """The checkpointer: attach what is to be saved, save it, and get it back.
 
-This saver is synchronous: `save` returns when the checkpoint is committed (and durable, unless
-asked otherwise). With several ranks every method but `attach` is a collective.
+`save` returns as soon as what may change at any time is captured: objects, random generators,
+buffers. What only an optimizer changes is captured while training goes on; an optimizer's `step`
+waits, through a hook, for those of its own tensors that are not captured yet. Writing and
+committing happen in the background.
+
+With several ranks `save`, `restore` and `discard_after` are collectives, called on all ranks in the
+same order. No background thread ever is in a collective.
 """
 
 from __future__ import annotations
@@ -9,59 +14,43 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
-from eke.budget.bill import Bill
+from eke.budget.units import parse_bytes, parse_duration
 from eke.checkpoint import layout
-from eke.checkpoint.capture import Captured, capture
-from eke.checkpoint.checks import ManifestError
-from eke.checkpoint.commit import Attempt, clean, delete
+from eke.checkpoint.capture import capture, tensors_of
+from eke.checkpoint.commit import delete
+from eke.checkpoint.engine import Engine
 from eke.checkpoint.errors import SaveError, reading
-from eke.checkpoint.manifest import Manifest, ObjectEntry, check, merge, serialise
 from eke.checkpoint.optimizer_state import OptimizerProvider
-from eke.checkpoint.providers import (
-    RngProvider,
-    Stateful,
-    StateProvider,
-    provider_of,
-)
+from eke.checkpoint.owner import me, new_token
+from eke.checkpoint.pool import slot_size
+from eke.checkpoint.previous import Previous
+from eke.checkpoint.providers import RngProvider, Stateful, StateProvider, provider_of
 from eke.checkpoint.restore import LoadReport, restore
-from eke.checkpoint.retention import Keep, expired
+from eke.checkpoint.retention import Keep
+from eke.checkpoint.source import storage_of
 from eke.checkpoint.storage import Storage
+from eke.checkpoint.task import Place, Save, save_error
+from eke.checkpoint.ticket import Ticket
 from eke.checkpoint.together import agree
-from eke.checkpoint.write import objects_file, write_rank
-from eke.distributed import world
+from eke.checkpoint.write import lanes_of
+from eke.distributed import store, world
 from eke.errors import EkeError, InputError
-from eke.version import __version__
 
 log = logging.getLogger("eke.checkpoint")
 
 Durability = Literal["fsync", "none"]
+OnError = Literal["raise", "warn"]
 _PROVIDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """The handle of one save.
-
-    Attributes:
-        state: "committed" or "failed".
-        path: the checkpoint's directory, whether or not it came to be.
-        bill: what the save cost training on this rank, in measured seconds.
-        bytes_written: the length of all its files, of all ranks; 0 if it failed.
-    """
-
-    step: int
-    state: Literal["committed", "failed"]
-    path: Path
-    bill: Bill
-    bytes_written: int
 
 
 class Checkpointer:
@@ -70,20 +59,28 @@ class Checkpointer:
     Args:
         root: the directory of checkpoints; created by the first save.
         keep: which of them to keep; applied after each save.
-        durability: "fsync" makes a checkpoint outlive a loss of power before `save` returns;
-            "none" only a killed process.
+        pool: the memory through which everything is saved, and all that saving adds; a state may
+            be many times as large. It is taken as it is needed.
+        durability: "fsync" makes a committed checkpoint outlive a loss of power; "none" only a
+            killed process.
+        on_error: "raise" what a save failed with at the next `save`, `barrier`, optimizer step,
+            `restore` or `close`; or "warn", log it, and train on. `Ticket.wait` always raises it.
+        patience: how long a save may make no progress (a hung disk or rank) before it fails.
         storage: how the disk is reached; tests make it fail.
 
     Raises:
-        InputError: `durability` is not one of the two.
+        InputError: one of these is not what it must be.
     """
 
     def __init__(
         self,
         root: str | Path,
         *,
+        pool: int | str = "512MiB",
         keep: Keep | None = None,
         durability: Durability = "fsync",
+        on_error: OnError = "raise",
+        patience: float | str = "10m",
         storage: Storage | None = None,
     ) -> None:
         if durability not in get_args(Durability):
@@ -92,6 +89,17 @@ class Checkpointer:
                 value=durability,
                 rule='it is "fsync" or "none"',
             )
+        if on_error not in get_args(OnError):
+            raise InputError(
+                "what to do about a failed save is wrong",
+                value=on_error,
+                rule='it is "raise" or "warn"',
+            )
+        pool_bytes = parse_bytes(pool, "the checkpoints' pool")
+        slot_size(pool_bytes)
+        self._patience_s = parse_duration(patience, "the checkpoints' patience")
+        if not self._patience_s > 0:
+            raise InputError("the checkpoints' patience is wrong", value=patience, rule="above 0")
         self.root = Path(root)
         self.keep = keep or Keep()
         self._durable = durability == "fsync"
@@ -100,6 +108,13 @@ class Checkpointer:
         self._model: torch.nn.Module | None = None
         self._protected: frozenset[int] = frozenset()
         self._closed = False
+        self._last: Ticket | None = None
+        self._previous = Previous(self.root, self._storage)
+        self._engine = Engine(pool_bytes, self._patience_s, warn=on_error == "warn")
+        self._hook = register_optimizer_step_pre_hook(_hook_of(weakref.ref(self)))
+        # Dropped without `close`: what is in flight is finished, and the threads end.
+        self._finalizer = weakref.finalize(self, _let_go, self._engine, self._hook)
+        self._finalizer.atexit = False
 
     def attach(
         self,
@@ -155,12 +170,18 @@ class Checkpointer:
         return provider_of(value, name)
 
     def save(self, step: int) -> Ticket:
-        """Save everything attached as the checkpoint of `step`; returns once it is committed.
+        """Save everything attached as the checkpoint of `step`.
+
+        Returns once objects, random generators and buffers are captured. Until the ticket is
+        "captured", nothing but a `torch.optim` optimizer's `step()` may change what is attached;
+        call `barrier` before anything else does. A save that finds another in flight waits until
+        that one is captured, and is then written after it; a third one waits until the first is
+        done. A change that torch counted is found, and fails the save.
 
         Raises:
             InputError: the step is committed already (see `discard_after`), nothing is attached, or
                 something attached holds what a checkpoint cannot.
-            SaveError: the disk or another rank failed. Nothing of the attempt is left, older
+            SaveError: an earlier save failed and nobody has heard of it yet, or this one did. Older
                 checkpoints are untouched, and a later save may succeed.
         """
         started = time.perf_counter()
@@ -171,71 +192,88 @@ class Checkpointer:
             )
         if not self._providers:
             raise InputError("nothing is attached to save", fix="Call attach(model=...) first")
-
-        def ticket(state: Literal["committed", "failed"], size: int) -> Ticket:
-            seconds = time.perf_counter() - started
-            bill = Bill(who="checkpoint", what="checkpoint", step=step, seconds=seconds)
-            return Ticket(step, state, self.root / layout.step_name(step), bill, size)
-
+        ticket = Ticket(step, self.root / layout.step_name(step), self._engine)
         try:
-            return ticket("committed", self._save(step))
-        except InputError:
+            self._save(ticket)
+        except (InputError, SaveError):
             raise
         except EkeError as error:
-            failed = SaveError(
-                error.what,
-                value=error.value,
-                rule=error.rule or "older checkpoints are untouched",
-                fix=error.fix,
-            )
-            failed.ticket = ticket("failed", 0)
-            raise failed from error
+            ticket.error = save_error(ticket, error)
+            ticket.reach("failed")
+            raise ticket.error from error
+        finally:
+            self._engine.charge(ticket, time.perf_counter() - started)
+        self._last = ticket
+        return ticket
 
-    def _save(self, step: int) -> int:
-        here, doing = world(), f"saving step {step}"
-        captured = capture(self._providers, step, here)
-        attempt = Attempt(self._storage, self.root, step, self._durable)
+    def _save(self, ticket: Ticket) -> None:
+        here, step = world(), ticket.step
+        self._engine.wait_for_room()
 
-        def begin() -> str | None:
+        def note() -> str | None:
+            self._engine.raise_failed()
             if not here.is_main:
                 return None
-            if layout.is_committed(self.root / layout.step_name(step), self._storage):
+            in_flight = self._last is not None and not self._last.final and self._last.step == step
+            if in_flight or layout.is_committed(ticket.path, self._storage):
                 raise InputError(
-                    f"step {step} is committed already in {self.root}",
+                    f"step {step} is {'being saved' if in_flight else 'committed'} already in "
+                    f"{self.root}",
                     rule="a committed checkpoint is never overwritten",
                     fix="After going back to an earlier step, call discard_after(EARLIER) first",
                 )
-            clean(self._storage, self.root)
-            attempt.begin()
-            return attempt.path.name
+            return new_token(me())
 
-        def write() -> dict[str, Any]:
-            return write_rank(self._storage, directory, captured, here, self._durable)
+        captured = capture(self._providers, step, here, note)
+        place = Place(
+            self._storage,
+            self.root,
+            self._durable,
+            self.keep,
+            here,
+            store(),
+            self._patience_s,
+            self._previous,
+        )
+        lanes = lanes_of(captured, here, self._engine.slot_bytes())
+        task = Save(place, ticket, captured, lanes, captured.note, self._protected)
+        self._engine.submit(task)
 
-        def commit() -> int:
-            if not here.is_main:
-                return 0
-            manifest = _manifest(step, captured, reports, here.size)
-            data = serialise(manifest)
-            attempt.commit(data)
-            self._expire()
-            return manifest.data_bytes + len(data)
+    def barrier(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Wait until these tensors may change: all that is attached, by default.
 
-        try:
-            directory = self.root / agree(doing, begin)[0]
-            reports = agree(doing, write)
-            return int(agree(doing, commit)[0])
-        finally:
-            if here.is_main:
-                attempt.abort()
+        Call it before anything but a `torch.optim` optimizer's `step()` changes what is attached:
+        an average of weights, a hand-written update, an optimizer that updates inside backward.
+        Returns at once when nothing is being captured. Not a collective.
 
-    def _expire(self) -> None:
-        """Apply retention. The new checkpoint is safe by now, so a failure here is not a save's."""
-        try:
-            for step in expired(layout.steps(self.root), self.keep, self._protected):
-                delete(self._storage, self.root, step, self._durable)
-        except OSError as error:
-            log.warning("could not delete an old checkpoint (%s); the next save tries again", error)
+        Raises:
+            SaveError: a save failed, and nobody has heard of it yet (with one rank; with several,
+                only `save`, `restore` and `close` raise, so that all ranks do at the same place).
+        """
+        if world().size == 1:
+            self._engine.raise_failed()
+        if params is None:
+            self._engine.barrier(lambda: None)
+        else:
+            given = list(params)
+            self._engine.barrier(lambda: {storage_of(tensor) for tensor in given})
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any optimizer is about to change its parameters and its state."""
+        if world().size == 1:
+            self._engine.raise_failed()
+        self._engine.barrier(lambda: {storage_of(tensor) for tensor in tensors_of(optimizer)})
+
+    @property
+    def stall_s(self) -> float:
+        """How long training on this rank has waited for saves, all together: in `save`, and at
+        barriers."""
+        return self._engine.stall_s
+
+    def _settle(self, doing: str) -> None:
+        """Wait for what is in flight, so that what was saved can be read. A collective."""
+        self._engine.drain()
+        agree(doing, self._engine.raise_failed)
 
     def protect(self, steps: Iterable[int]) -> None:
         """Keep these steps whatever `keep` says, in place of those that were protected before.
@@ -275,6 +313,7 @@ class Checkpointer:
                 message says so if anything was changed by then.
         """
         self._require_open()
+        self._settle("restoring")
         wanted = set(self._providers) if only is None else set(only)
         if unknown := sorted(wanted - self._providers.keys()):
             raise InputError(
@@ -311,6 +350,8 @@ class Checkpointer:
             EkeError: the disk failed.
         """
         self._require_open()
+        self._settle("discarding checkpoints")
+        self._previous.forget()
 
         def discard() -> list[int]:
             if not world().is_main:
@@ -328,11 +369,33 @@ class Checkpointer:
         if self._closed:
             raise InputError("this checkpointer is closed", fix="Make a new one")
 
+    def wait(self) -> None:
+        """Wait until nothing is in flight. Not a collective.
+
+        Raises:
+            SaveError: a save failed, and nobody has heard of it yet.
+        """
+        self._require_open()
+        self._engine.drain()
+        self._engine.raise_failed()
+
     def close(self) -> None:
-        """Let everything go; closing twice is harmless. Every save is committed by now."""
+        """Wait for what is in flight, then let everything go; closing twice is harmless.
+
+        A process that ends without it finishes what is in flight too, but can only log a failure.
+
+        Raises:
+            SaveError: a save failed, and nobody has heard of it yet.
+        """
+        if self._closed:
+            return
         self._closed = True
+        self._finalizer.detach()
+        self._hook.remove()
+        self._engine.close()
         self._providers.clear()
         self._model = None
+        self._engine.raise_failed()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -343,36 +406,25 @@ class Checkpointer:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except SaveError as error:
+            if value is None:
+                raise
+            log.error("%s", error)  # the error that is on its way says more
 
 
-def _manifest(step: int, captured: Captured, reports: list[dict[str, Any]], ranks: int) -> Manifest:
-    """The manifest of what all ranks wrote.
+def _hook_of(owner: weakref.ref[Checkpointer]) -> Callable[..., None]:
+    """A hook for every optimizer that does not keep the checkpointer alive."""
 
-    Raises:
-        EkeError: together they did not write every tensor exactly once.
-    """
-    try:
-        files, tensors, aliases = merge(reports)
-        manifest = Manifest(
-            step=step,
-            world_size=ranks,
-            mesh={"data": ranks},
-            created_unix_s=time.time(),
-            eke=__version__,
-            torch=torch.__version__,
-            files=files,
-            tensors=tensors,
-            aliases=aliases,
-            objects={
-                name: ObjectEntry(
-                    own, tuple(objects_file(rank) for rank in range(ranks if own else 1))
-                )
-                for name, own in captured.per_rank.items()
-            },
-        )
-        check(manifest)
-    except ManifestError as error:
-        where = error.tensor or error.file or "the manifest"
-        raise EkeError(f"saving step {step} failed: {where}: {error.detail}") from error
-    return manifest
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        checkpointer = owner()
+        if checkpointer is not None:
+            checkpointer._before_step(optimizer)
+
+    return before_step
+
+
+def _let_go(engine: Engine, hook: RemovableHandle) -> None:
+    hook.remove()
+    engine.stop()

@@ -12,12 +12,14 @@ import logging
 import time
 from pathlib import Path
 
-from eke.checkpoint.layout import step_name, temporaries, temporary_name
+from eke.checkpoint.errors import reading
+from eke.checkpoint.layout import root_of, step_name, steps, temporaries, temporary_name
 from eke.checkpoint.manifest import MANIFEST
 from eke.checkpoint.owner import me, new_token, parse_token, verdict
+from eke.checkpoint.retention import Keep, expired
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import write_file
-from eke.errors import EkeError
+from eke.errors import EkeError, InputError
 
 log = logging.getLogger("eke.checkpoint")
 
@@ -28,10 +30,12 @@ _at_work: set[Path] = set()
 class Attempt:
     """One attempt to save one step."""
 
-    def __init__(self, storage: Storage, root: Path, step: int, durable: bool) -> None:
+    def __init__(
+        self, storage: Storage, root: Path, step: int, durable: bool, token: str | None = None
+    ) -> None:
         self._storage, self._root, self._durable = storage, root, durable
         self.step = step
-        self.path = root / temporary_name("step", step, new_token(me()))
+        self.path = root / temporary_name("step", step, token or new_token(me()))
 
     def begin(self) -> None:
         """Create the attempt's directory, and the one above if it is not there.
@@ -112,6 +116,26 @@ def clean(storage: Storage, root: Path) -> list[Path]:
         if state == "dead" or (state == "mine" and path not in _at_work):
             _remove(storage, path)
             removed.append(path)
+    return removed
+
+
+def collect(root: str | Path, keep: Keep | None = None) -> list[Path]:
+    """Remove what crashes left behind, and with `keep` the checkpoints that it does not keep.
+
+    Attempts that may be alive and damaged checkpoints stay. Returns what was removed.
+
+    Raises:
+        InputError: there is no such directory.
+        EkeError: the disk failed.
+    """
+    storage, root = Storage(), root_of(root)
+    if not root.is_dir():
+        raise InputError("there is no such directory", value=str(root))
+    with reading(root):
+        removed = clean(storage, root)
+        for step in expired(steps(root), keep) if keep is not None else ():
+            delete(storage, root, step, durable=True)
+            removed.append(root / step_name(step))
     return removed
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from eke.errors import EkeError
 
 if TYPE_CHECKING:
-    from eke.checkpoint.checkpointer import Ticket
+    from eke.checkpoint.ticket import Ticket
 
 Kind = Literal["corrupt", "incomplete", "foreign"]
 """`corrupt`: bytes are there and wrong. `incomplete`: a file, or the end of one, is not there.

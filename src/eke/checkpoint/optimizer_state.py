@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from eke.checkpoint.providers import Fit, Saved, Segment, Spec, unwrap
+from eke.checkpoint.providers import STATE, Fit, Saved, Segment, Spec, unwrap
 from eke.checkpoint.tensors import copy_exactly, dtype_name
 from eke.errors import InputError
 
@@ -67,7 +67,7 @@ class OptimizerProvider:
     def segments(self) -> Sequence[Segment]:
         """Every tensor that is a direct value of a parameter's state."""
         return [
-            Segment(f"{name}/{key}", value)
+            Segment(f"{name}/{key}", value, STATE, eager=False)
             for parameter, name in self._names().items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)

@@ -19,16 +19,28 @@ import torch
 from eke.checkpoint.tensors import dtype_name
 from eke.errors import InputError
 
-STATE, FROZEN = "state", "frozen"
-"""Groups: tensors that change together lie in one file of their own."""
+STATE, FROZEN, OTHER = "state", "frozen", "other"
+BUFFERS, OBJECTS = "buffers", "objects"
+"""Groups: tensors that change together lie in one file of their own. `objects` has the tensors
+that are inside objects, `other` what was to be in `state` but is no optimizer's."""
 
 
 class Segment(NamedTuple):
-    """A live tensor of a provider: its name within the provider, and what it changes with."""
+    """A live tensor of a provider.
+
+    Attributes:
+        key: its name within the provider.
+        tensor: the live tensor itself.
+        group: what it changes with; part of a file's name.
+        eager: whether anything but a `torch.optim` optimizer's `step()` may change it, a forward
+            pass for example. It is then captured before `save` returns; else while training goes
+            on, and whatever else changes it must call `Checkpointer.barrier` first.
+    """
 
     key: str
     tensor: torch.Tensor
     group: str = STATE
+    eager: bool = True
 
 
 class Spec(NamedTuple):
@@ -122,7 +134,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 class ModuleProvider:
     """A module's parameters and persistent buffers, and its `get_extra_state` objects.
 
-    Parameters that need no gradient form the group "frozen".
+    Parameters that need no gradient form the group "frozen", buffers the group "buffers". Buffers
+    are captured eagerly, because a forward pass may change them; so is everything inside torch's
+    first FullyShardedDataParallel, whose memory comes and goes.
     """
 
     per_rank = False
@@ -149,12 +163,17 @@ class ModuleProvider:
 
     def segments(self) -> Sequence[Segment]:
         """Parameters and persistent buffers, by their names in `state_dict()`."""
-        return [
-            Segment(
-                key, t, FROZEN if type(t) is torch.nn.Parameter and not t.requires_grad else STATE
-            )
-            for key, t in self._split()[0].items()
-        ]
+        comes_and_goes = any(
+            type(part).__name__ == "FullyShardedDataParallel" for part in self.module.modules()
+        )
+        found = []
+        for key, tensor in self._split()[0].items():
+            if isinstance(tensor, torch.nn.Parameter):
+                group = STATE if tensor.requires_grad else FROZEN
+                found.append(Segment(key, tensor, group, eager=comes_and_goes))
+            else:
+                found.append(Segment(key, tensor, BUFFERS))
+        return found
 
     def state(self) -> object:
         """The extra states by name, or None."""

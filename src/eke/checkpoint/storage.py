@@ -6,6 +6,8 @@ less than it was asked to, at any chosen call.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -25,6 +27,27 @@ class Storage:
     def create(self, path: Path) -> int:
         """Create a file for writing, which must not exist; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def go_around_cache(self, fd: int, wanted: bool) -> bool:
+        """Write past the page cache, in whole aligned blocks, or again through it.
+
+        Returns whether the file system can.
+        """
+        direct = getattr(os, "O_DIRECT", 0)
+        if not direct:
+            return False
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | direct if wanted else flags & ~direct)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+        return True
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        os.link(source, target)
 
     def open(self, path: Path) -> int:
         """Open a file for reading; returns its descriptor."""

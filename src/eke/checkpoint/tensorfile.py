@@ -12,6 +12,7 @@ The header also holds torch's own sharding metadata, with which
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 from collections.abc import Iterable, Sequence
@@ -148,13 +149,18 @@ def parse_header(body: bytes, file_bytes: int) -> dict[str, Span]:
 
 
 class FileWriter:
-    """Writes one new file from start to end, hashing what it writes."""
+    """Writes one new file from start to end, hashing what it writes.
 
-    def __init__(self, storage: Storage, path: Path) -> None:
+    With `direct`, whole blocks at multiples of `ALIGN_BYTES`, in memory and in the file, go around
+    the page cache where the file system can do that; all else goes through it.
+    """
+
+    def __init__(self, storage: Storage, path: Path, *, direct: bool = False) -> None:
         self._storage, self.path = storage, path
         self._hash = xxhash.xxh3_128()
         self._bytes = 0
         self._fd = storage.create(path)
+        self._direct = direct and storage.go_around_cache(self._fd, True)
 
     def write(self, data: memoryview) -> None:
         """Append bytes (one dimension, format "B").
@@ -165,8 +171,26 @@ class FileWriter:
         self._hash.update(data)
         self._bytes += len(data)
         while len(data):
-            taken = self._storage.write(self._fd, data[:CHUNK_BYTES])
+            count = min(len(data), CHUNK_BYTES)
+            if self._direct:
+                count -= count % ALIGN_BYTES
+                if not count:
+                    self._through_cache()
+                    continue
+            try:
+                taken = self._storage.write(self._fd, data[:count])
+            except OSError as error:
+                if not self._direct or error.errno != errno.EINVAL:
+                    raise
+                self._through_cache()  # it said that it could, and cannot
+                continue
+            if self._direct and taken % ALIGN_BYTES:
+                self._through_cache()
             data = data[taken:]
+
+    def _through_cache(self) -> None:
+        self._direct = False
+        self._storage.go_around_cache(self._fd, False)
 
     def finish(self, durable: bool) -> FileEntry:
         """Make the file durable if asked to, close it, and say what it is."""

@@ -31,18 +31,19 @@ def agree(doing: str, work: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         shown = disk_error(doing, error) if isinstance(error, OSError) else error
         if world().size > 1:
-            gather_objects({"error": _describe(shown)})
+            gather_objects({"error": describe(shown)})
         if shown is error:
             raise
         raise shown from error
     rows = gather_objects({"value": value})
     for rank, row in enumerate(rows):
         if "error" in row:
-            raise _rebuild(doing, rank, row["error"])
+            raise rebuild(doing, rank, row["error"])
     return [row["value"] for row in rows]
 
 
-def _describe(error: Exception) -> dict[str, Any]:
+def describe(error: BaseException) -> dict[str, Any]:
+    """An error as JSON values, for another rank."""
     if isinstance(error, CorruptCheckpoint):
         problems = [problem.to_json() for problem in error.problems]
         return {"kind": "corrupt", "path": error.path, "problems": problems}
@@ -51,7 +52,8 @@ def _describe(error: Exception) -> dict[str, Any]:
     return {"kind": kind, "text": text}
 
 
-def _rebuild(doing: str, rank: int, row: dict[str, Any]) -> EkeError:
+def rebuild(doing: str, rank: int, row: dict[str, Any]) -> EkeError:
+    """The error that another rank described, naming that rank."""
     if row["kind"] == "corrupt":
         return CorruptCheckpoint(row["path"], [Problem(**problem) for problem in row["problems"]])
     kind = InputError if row["kind"] == "input" else EkeError

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXIT_CODES = {None: 0, "corrupt": 1, "incomplete": 4, "foreign": 5}
 
 app = typer.Typer(
-    help="List, inspect and verify checkpoints; reads them without torch, and never unpickles.",
+    help="List, inspect, verify and compare checkpoints; never unpickles anything.",
     no_args_is_help=True,
 )
 
@@ -153,3 +153,47 @@ def verify_steps(path: PathArgument, as_json: JsonOption = False) -> None:
             for problem in report.problems:
                 typer.echo(f"  {problem.kind}: {problem}")
     raise typer.Exit(EXIT_CODES[worst(problems) if problems else None])
+
+
+@app.command("diff")
+def diff_steps(
+    a: PathArgument,
+    b: PathArgument,
+    everything: Annotated[bool, typer.Option("--all", help="Show what is the same too.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor. Exit codes: 0 the same, 1 different."""
+    from eke.checkpoint import diff
+
+    rows = diff(a, b)
+    different = [row for row in rows if row["status"] != "same"]
+    if as_json:
+        typer.echo(json.dumps(rows if everything else different, indent=2))
+    else:
+        shown = rows if everything else different
+        if shown:
+            table = _table("tensor", "status", "size")
+            for row in shown:
+                table.add_row(row["tensor"], row["status"], _amount(row["bytes"]))
+            _print(table)
+        same = len(rows) - len(different)
+        typer.echo(f"{len(different)} tensor(s) differ, {same} are the same")
+    raise typer.Exit(1 if different else 0)
+
+
+@app.command("gc")
+def collect_garbage(
+    path: Annotated[Path, typer.Argument(help="A run or its checkpoints directory.")],
+    keep_last: Annotated[
+        int | None,
+        typer.Option(help="Also delete checkpoints but for the newest so many."),
+    ] = None,
+) -> None:
+    """Remove what crashes left behind; what a living process works on stays."""
+    from eke.checkpoint import Keep, collect
+
+    removed = collect(path, None if keep_last is None else Keep(last=keep_last))
+    for one in removed:
+        typer.echo(f"removed {one}")
+    if not removed:
+        typer.echo(f"nothing to remove in {path}")

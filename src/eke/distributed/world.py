@@ -2,7 +2,8 @@
 
 Two groups exist when there is more than one rank: torch's default group (gloo on CPU, nccl on
 CUDA), which DDP uses, and a gloo group of eke's own for the small control messages of the
-loader, the checkpoint and the loop, so that they never interleave with gradient traffic.
+loader, the checkpoint and the loop, so that they never interleave with gradient traffic. A
+key-value store serves threads that must not be in a collective (see `store`).
 Control messages are JSON: nothing that arrives from another process is unpickled.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from eke.distributed.keyvalue import Store
 from eke.errors import EkeError, InputError
 
 TIMEOUT_S = 600.0
@@ -39,6 +41,7 @@ class World:
 
 _world = World()
 _control: dist.ProcessGroup | None = None
+_store: Store | None = None
 _owns_default_group = False
 
 
@@ -56,7 +59,7 @@ def init(device: torch.device | str = "cpu", timeout_s: float = TIMEOUT_S) -> Wo
         InputError: the environment names a world but not this process's place in it.
         EkeError: the other ranks did not come within `timeout_s`.
     """
-    global _world, _control, _owns_default_group
+    global _world, _control, _store, _owns_default_group
     if _control is not None:
         return _world
     size = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
@@ -93,7 +96,27 @@ def init(device: torch.device | str = "cpu", timeout_s: float = TIMEOUT_S) -> Wo
             fix="Check that all ranks started and reach MASTER_ADDR:MASTER_PORT",
         ) from error
     _world = World(rank, size, local_rank)
+    _store = _open_store(timeout_s)
     return _world
+
+
+def _open_store(timeout_s: float) -> Store:
+    """Rank 0 serves the store at a port of its own and tells the others. A collective."""
+    host = os.environ["MASTER_ADDR"]
+    try:
+        served = Store(host, 0, timeout_s) if _world.is_main else None
+        port = gather_objects(None if served is None else served.port)[0]
+        return served or Store(host, port, timeout_s)
+    except (RuntimeError, OSError) as error:
+        raise EkeError(
+            f"rank {_world.rank} of {_world.size} cannot reach rank 0's store: {error}",
+            fix="Let the ranks reach one another at MASTER_ADDR, on any port",
+        ) from error
+
+
+def store() -> Store | None:
+    """The job's key-value store, for any thread; None when there is one rank."""
+    return _store
 
 
 def _number(name: str) -> int:
@@ -109,8 +132,9 @@ def _number(name: str) -> int:
 
 def shutdown() -> None:
     """Leave the job; harmless when there is none."""
-    global _world, _control, _owns_default_group
+    global _world, _control, _store, _owns_default_group
     control, _control = _control, None
+    _store = None
     if _owns_default_group:
         _owns_default_group = False
         dist.destroy_process_group()

@@ -95,12 +95,31 @@ class Biller:
     def gather(self, what: Activity, step: int) -> float:
         """The same for crumbs: billed once enough has gathered, or at `flush`."""
         seconds, joules = self._lap()
+        self._keep(what, step, seconds, joules)
+        return seconds
+
+    def carve(self, what: Activity, step: int, seconds: float) -> None:
+        """Gather a part of the lap under way for another activity; the rest stays in the lap.
+
+        Args:
+            seconds: how long that part was; its energy is its share of the lap's so far.
+        """
+        elapsed = time.perf_counter() - self._last
+        seconds = min(seconds, elapsed)
+        total = self._energy.read()
+        joules = None
+        if total is not None:
+            joules = max(0.0, total - self._last_joules) * (seconds / elapsed if elapsed else 0.0)
+            self._last_joules += joules
+        self._last += seconds
+        self._keep(what, step, seconds, joules)
+
+    def _keep(self, what: Activity, step: int, seconds: float, joules: float | None) -> None:
         before, joules_before = self._pending.get(what, (0.0, 0.0))
         both = None if joules is None or joules_before is None else joules + joules_before
         self._pending[what] = (before + seconds, both)
         if before + seconds >= SMALL_S:
             self._flush_one(what, step)
-        return seconds
 
     def _flush_one(self, what: Activity, step: int) -> None:
         seconds, joules = self._pending.pop(what)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from types import TracebackType
 
 from eke.budget import Bill
 from eke.budget.jsonl import Record, read_records
 from eke.budget.units import parse_duration
-from eke.checkpoint import Checkpointer
+from eke.checkpoint import Checkpointer, Ticket
 from eke.distributed import world
 from eke.errors import EkeError, InputError
 from eke.training.config import Cadence
@@ -21,14 +22,21 @@ from eke.training.session import Session, agreed
 
 LEAST_AUTO_S = 5.0
 """`every = "auto"` never saves more often than this."""
+BACKGROUND_SHARE = 0.1
+"""Nor so often that a save is under way in the background for more than this share of the time."""
 
 
-def auto_interval_s(save_s: float, mtbf_s: float) -> float:
+def auto_interval_s(stall_s: float, mtbf_s: float, save_s: float = 0.0) -> float:
     """Seconds between saves that lose least: sqrt(2 x cost of a save x time between failures).
 
     Source: Young 1974, "A first order approximation to the optimum checkpoint interval".
+
+    Args:
+        stall_s: how long training waits for a save: its cost.
+        mtbf_s: mean time between failures.
+        save_s: from the start of a save to its commit, most of it in the background.
     """
-    return max(LEAST_AUTO_S, math.sqrt(2.0 * save_s * mtbf_s))
+    return max(LEAST_AUTO_S, math.sqrt(2.0 * stall_s * mtbf_s), save_s / BACKGROUND_SHARE)
 
 
 def first_lost(records: Sequence[Record], saved_at: int, step: int, end: int) -> int:
@@ -53,42 +61,96 @@ def first_lost(records: Sequence[Record], saved_at: int, step: int, end: int) ->
 
 
 class Saving:
-    """Owns the checkpointer of a run."""
+    """Owns the checkpointer of a run. Closed as a context manager."""
 
     def __init__(self, session: Session, saver: Checkpointer) -> None:
         self._session, self._saver = session, saver
         self._last = time.perf_counter()
+        self._ticket: Ticket | None = None
+        self._billed_s = 0.0
 
     def due(self) -> bool:
         """Whether a save is due once the step under way is done. Only rank 0's answer counts."""
         s = self._session
+        self._learn()
         every = s.config.checkpoint.every
         since = time.perf_counter() - self._last
         if every == "auto":
             mtbf_s = parse_duration(s.config.checkpoint.mtbf)
-            return since >= auto_interval_s(s.save_s, mtbf_s)
+            stall_s = s.save_s if s.stall_s is None else s.stall_s
+            return since >= auto_interval_s(stall_s, mtbf_s, s.save_s)
         cadence = Cadence.parse(every)
         if cadence.steps is not None:
             return (s.state.step + 1) % cadence.steps == 0
         return since >= (cadence.seconds or 0.0)
 
+    def _learn(self) -> None:
+        """Take note of what the last save took, once it is committed."""
+        ticket = self._ticket
+        if ticket is not None and ticket.state == "committed":
+            self._session.stall_s = ticket.stall_s
+            self._session.save_s = ticket.seconds["committed"]
+
     def save(self) -> None:
-        """Save now, unless this step is saved already."""
+        """Start to save this step, unless it is saved or being saved already.
+
+        Training goes on at once: the bill of a save is for what it waits here and before later
+        updates (`bill_stall`), not for what is done in the background.
+        """
         s = self._session
-        if s.state.step in self._saver.steps():
+        ticket = self._ticket
+        under_way = ticket is not None and ticket.step == s.state.step and ticket.state != "failed"
+        if agreed(under_way or s.state.step in self._saver.steps()):
             return
         s.gather("govern")
         s.flush()
         # Every rank's state is the same, so that it restores on any number of ranks.
         s.state.offsets = agreed(s.run.offsets() if world().is_main else None)
         self._saver.protect({b for b in (s.state.best_step,) if b is not None})
-        self._saver.save(s.state.step)
-        s.save_s = s.charge("checkpoint") or s.save_s
+        self._ticket = self._saver.save(s.state.step)
+        s.charge("checkpoint")
+        self._billed_s = self._saver.stall_s
         self._last = time.perf_counter()
 
+    def bill_stall(self) -> None:
+        """Bill what an update has waited for a save to the save, not to the step."""
+        stall_s, self._billed_s = self._saver.stall_s - self._billed_s, self._saver.stall_s
+        if self._session.biller is not None and stall_s > 0:
+            self._session.biller.carve("checkpoint", self._session.state.step, stall_s)
+
+    def settle(self) -> None:
+        """Wait until everything is committed.
+
+        Raises:
+            SaveError: a save failed.
+        """
+        s = self._session
+        if self._ticket is None or self._ticket.final:
+            self._saver.wait()
+        else:
+            s.gather("govern")
+            self._saver.wait()
+            s.charge("checkpoint")
+        self._learn()
+
     def close(self) -> None:
-        """Let the checkpointer go."""
+        """Wait for what is being saved, and let the checkpointer go.
+
+        Raises:
+            SaveError: a save failed.
+        """
         self._saver.close()
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._saver.__exit__(kind, value, trace)
 
     # ------------------------------------------------------------------ going back
 
@@ -116,7 +178,8 @@ class Saving:
         self._saver.restore(step=step, only=only)
 
     def newest(self) -> int | None:
-        """The newest committed step."""
+        """The newest saved step, once it is committed."""
+        self.settle()
         return max(self._saver.steps(), default=None)
 
     def recover(self, loss: float, norm: float) -> int:

@@ -33,7 +33,9 @@ class Session:
     """One process's view of one run. `biller` is None on ranks that keep no clock.
 
     Attributes:
-        save_s, eval_s: seconds that a save and an evaluation take, as measured last or guessed.
+        save_s, eval_s: seconds that a save (until it is committed) and an evaluation take, as
+            measured last or guessed.
+        stall_s: how long training waited for the last save; None before one is measured.
     """
 
     prepared: Prepared
@@ -44,6 +46,7 @@ class Session:
     observer: Observer
     save_s: float
     eval_s: float = 0.0
+    stall_s: float | None = None
 
     @property
     def config(self) -> RunConfig:

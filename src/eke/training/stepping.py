@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,17 @@ class StepOutcome:
 
 
 class Stepper:
-    """Owns the (wrapped) model and the optimizer."""
+    """Owns the (wrapped) model and the optimizer; `updated` is called after every update."""
 
     def __init__(
-        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        session: Session,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        updated: Callable[[], None] = lambda: None,
     ) -> None:
         self._s, self._model, self._optimizer = session, model, optimizer
+        self._updated = updated
         self._slowness: list[float] = []
 
     def cost(self, block: Block) -> dict[str, float]:
@@ -111,6 +116,7 @@ class Stepper:
         finite = math.isfinite(loss) and all(math.isfinite(v[1]) for v in views)
         if finite:
             self._optimizer.step()
+        self._updated()
         self._optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.samples += block.samples

@@ -151,7 +151,7 @@ class Trainer:
         session = self._open_session(prepared, run)
         loader = self._loader(prepared, session.budget)
         stepper, saving = self._build(session, loader)
-        with loader, contextlib.closing(saving):
+        with loader, saving:
             crashed = stored is not None and read_status(run.path).get("state") != "interrupted"
             found = saving.restore_newest()
             if stored is not None:
@@ -218,8 +218,9 @@ class Trainer:
         saver.attach(
             model=p.model, optimizer=optimizer, loader=loader, rng=True, extra={"run": self._state}
         )
-        stepper = Stepper(session, distributed.wrap(p.model, p.device), optimizer)
-        return stepper, Saving(session, saver)
+        saving = Saving(session, saver)
+        wrapped = distributed.wrap(p.model, p.device)
+        return Stepper(session, wrapped, optimizer, saving.bill_stall), saving
 
     # ------------------------------------------------------------------ the loop
 
@@ -281,6 +282,7 @@ class Trainer:
 
     def _interrupted(self, session: Session, saving: Saving, resumed: int | None) -> Result:
         saving.save()
+        saving.settle()
         step = self._state.step
         reason = f"{signal.Signals(self._signal or signal.SIGTERM).name} at step {step}"
         session.gather("govern")
@@ -299,6 +301,7 @@ class Trainer:
     ) -> Result:
         loss = oversight.last_evaluation(move.reason, move.unit)
         saving.save()
+        saving.settle()
         step = self._state.step
         # Steps and epochs say how much to train: reaching them is being done, not being stopped.
         exit_code = 0 if move.unit in (None, "steps", "epochs") else 3

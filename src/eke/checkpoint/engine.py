@@ -1,0 +1,439 @@
+"""The engine: two threads that carry the bytes of a save from live tensors into files.
+
+It knows nothing of models, files or ranks: a `Task` says how to fill a block from what is live and
+what to do with the blocks, and a `Flow` says what is due. The copier fills slots of the pool; the
+writer empties them, one save after another. Whoever has to wait for a capture (training, at a
+barrier) copies too instead of only waiting, so a low-priority thread never holds it up.
+
+Properties:
+
+* Memory: nothing but the pool. When it is full the copier waits for the writer; training waits
+  only at a barrier.
+* Both threads run at the lowest priority, sleep when there is nothing to do, and never spin.
+* At most two saves are in flight: one being written, one captured behind it.
+* A failure ends its own save only. It is raised by the ticket, and once by `raise_failed`; slots
+  and threads are free for the next save.
+* Every wait is bounded: a save that makes no progress for `patience_s` fails.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from eke.checkpoint.flow import Check, Flow, Link, Spot
+from eke.checkpoint.pool import Pool
+from eke.checkpoint.ticket import State, Ticket, reaches
+from eke.errors import EkeError
+
+log = logging.getLogger("eke.checkpoint")
+
+MAX_IN_FLIGHT = 2
+_LOOK_S = 0.5
+"""How often a bounded wait looks at the clock."""
+
+Array = npt.NDArray[np.uint8]
+Written = tuple[Spot, memoryview] | tuple[Link, None]
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Task(Protocol):
+    """One save, as the engine sees it."""
+
+    ticket: Ticket
+    flow: Flow
+    lanes: int
+    eager: Mapping[int, int]  # what `submit` waits for: lane -> its first so many blocks
+
+    def wanted(self, storages: Collection[object] | None) -> Mapping[int, int]:
+        """Lane -> how many of its first blocks hold any of these storages; None for all."""
+        ...
+
+    def fill(self, spot: Spot, slot: Array) -> None:
+        """Copy a block from what is live."""
+        ...
+
+    def same(self, lane: int, scratch: Array) -> bool:
+        """Whether a lane is the same as in the newest checkpoint."""
+        ...
+
+    def run(self, blocks: Iterator[Written], moved: Callable[[], None]) -> int:
+        """Write all blocks and commit; returns the bytes written. Calls `moved` when it waits."""
+        ...
+
+    def failure(self, error: BaseException) -> EkeError:
+        """What the user is told."""
+        ...
+
+    def release(self) -> None:
+        """Let go of everything live."""
+        ...
+
+
+class _Work(NamedTuple):
+    task: Task
+    what: Spot | Check
+    slot: int
+
+
+class Engine:
+    """Runs saves.
+
+    Args:
+        pool_bytes: memory for bytes on their way; taken when it is first needed.
+        patience_s: how long a save may make no progress.
+        warn: log failures at once, instead of keeping them to be raised.
+    """
+
+    def __init__(self, pool_bytes: int, patience_s: float, *, warn: bool = False) -> None:
+        self._pool_bytes, self._patience_s, self._warn = pool_bytes, patience_s, warn
+        self._turn = threading.Condition()
+        self._pool: Pool | None = None
+        self._tasks: deque[Task] = deque()
+        self._held: dict[tuple[int, Spot], int] = {}
+        self._errors: deque[Ticket] = deque()
+        self._threads: list[threading.Thread] = []
+        self._to_touch: deque[int] = deque()
+        self._stopping = False
+        self._moved = time.monotonic()
+        self._pid = os.getpid()
+        self.stall_s = 0.0
+        _engines.add(self)
+
+    # ------------------------------------------------------------------ what training calls
+
+    def prefault(self, nbytes: int) -> None:
+        """Ready the pool for a state of this size, in the background."""
+        with self._turn:
+            self._to_touch = deque(self._ready().untouched(nbytes))
+            self._turn.notify_all()
+
+    def slot_bytes(self) -> int:
+        """The length of a block."""
+        with self._turn:
+            return self._ready().slot_bytes
+
+    def wait_for_room(self) -> None:
+        """Wait until a save may be submitted: one at most is in flight, and it is captured."""
+        with self._turn:
+            while len(self._tasks) >= MAX_IN_FLIGHT or any(
+                not task.flow.all_captured for task in self._tasks if not task.ticket.final
+            ):
+                self._pause()
+                first = self._tasks[0].ticket if self._tasks else None
+                if first is not None and first.error is not None and self._stuck():
+                    raise first.error
+
+    def submit(self, task: Task) -> None:
+        """Start a save; returns when what cannot wait is captured."""
+        with self._turn:
+            self._ready()
+            self._to_touch.clear()
+            if not self._tasks:
+                self._moved = time.monotonic()
+            self._tasks.append(task)
+            self._note_captured(task)
+            self._turn.notify_all()
+        self._until_captured(task, task.eager)
+
+    def barrier(self, storages: Callable[[], Collection[object] | None]) -> None:
+        """Return once none of these storages (None: nothing at all) is still to be captured."""
+        if not self._tasks:
+            return
+        with self._turn:
+            tasks = [t for t in self._tasks if not t.ticket.final and not t.flow.all_captured]
+        if not tasks:
+            return
+        began = time.perf_counter()
+        chosen = storages()
+        for task in tasks:
+            self._until_captured(task, task.wanted(chosen))
+        self.charge(tasks[0].ticket, time.perf_counter() - began)
+
+    def wait(self, ticket: Ticket, state: State, timeout: float | None = None) -> None:
+        """Wait for a save. See `Ticket.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._turn:
+            while not reaches(ticket.state, state):
+                if ticket.error is not None:
+                    if ticket in self._errors:
+                        self._errors.remove(ticket)
+                    raise ticket.error
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise EkeError(
+                        f"step {ticket.step} was not {state} within {timeout} s; it is "
+                        f"{ticket.state}",
+                        fix="Wait longer, or see what the disk is doing",
+                    )
+                self._pause(left)
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight. Failures stay to be raised."""
+        with self._turn:
+            while self._tasks:
+                if self._tasks[0].ticket.final and self._stuck():
+                    return  # its writer is inside a call that does not return
+                self._pause()
+
+    def raise_failed(self) -> None:
+        """Raise the oldest failure that nobody has heard of yet."""
+        with self._turn:
+            if self._errors:
+                error = self._errors.popleft().error
+                assert error is not None
+                raise error
+
+    def close(self) -> None:
+        """Wait for what is in flight, then end the threads. Failures stay to be raised."""
+        if os.getpid() != self._pid:
+            return  # a forked child has neither the threads nor the pool
+        self.drain()
+        self.stop()
+        for thread in self._threads:
+            thread.join(timeout=0 if self._tasks else self._patience_s)
+        if not self._tasks:
+            self._threads.clear()
+            self._pool = None
+
+    def stop(self) -> None:
+        """End the threads once nothing is in flight; does not wait."""
+        with self._turn:
+            self._stopping = True
+            self._turn.notify_all()
+
+    # ------------------------------------------------------------------ waiting
+
+    def charge(self, ticket: Ticket, seconds: float) -> None:
+        """Training has waited so long for a save."""
+        ticket.stall_s += seconds
+        self.stall_s += seconds
+
+    def _stuck(self) -> bool:
+        return time.monotonic() - self._moved > self._patience_s
+
+    def _pause(self, most_s: float | None = None) -> None:
+        """Sleep until something happens; give up on the first save if nothing does for long."""
+        self._turn.wait(_LOOK_S if most_s is None else min(_LOOK_S, most_s))
+        if not self._tasks or not self._stuck():
+            return
+        for task in self._tasks:
+            self._fail(
+                task,
+                EkeError(
+                    f"saving step {task.ticket.step} has made no progress for "
+                    f"{self._patience_s:g} s; it is {task.ticket.state}",
+                    fix="See whether the disk answers and the other ranks live",
+                ),
+            )
+
+    def _until_captured(self, task: Task, wanted: Mapping[int, int]) -> None:
+        """Wait for the first blocks of some lanes, and copy meanwhile."""
+        with self._turn:
+            for lane, blocks in wanted.items():
+                task.flow.want(lane, blocks)
+            self._turn.notify_all()
+        while True:
+            with self._turn:
+                if task.ticket.final or all(
+                    task.flow.captured(lane, blocks) for lane, blocks in wanted.items()
+                ):
+                    return
+                work = self._next()
+                if work is None:
+                    self._pause()
+                    continue
+            self._do(work)
+
+    # ------------------------------------------------------------------ copying
+
+    def _next(self) -> _Work | None:
+        """What to copy now, marked as begun; None if nothing can be."""
+        assert self._pool is not None
+        for number, task in enumerate(self._tasks):
+            if task.ticket.final or task.flow.all_started:
+                continue
+            what = task.flow.next_copy(first=number == 0)
+            while isinstance(what, Check) and number:
+                task.flow.start_check(what.lane)  # there is nothing to compare with yet
+                task.flow.checked(what.lane, same=False)
+                what = task.flow.next_copy(first=False)
+            slot = None if what is None else self._pool.take()
+            if what is None or slot is None:
+                return None
+            if isinstance(what, Check):
+                task.flow.start_check(what.lane)
+            else:
+                task.flow.start_copy(what)
+            return _Work(task, what, slot)
+        return None
+
+    def _do(self, work: _Work) -> None:
+        """Copy a block, or look through a lane."""
+        task, what, slot = work
+        assert self._pool is not None
+        error: BaseException | None = None
+        same = False
+        try:
+            if isinstance(what, Check):
+                same = task.same(what.lane, self._pool.array(slot))
+            else:
+                task.fill(what, self._pool.array(slot))
+        except BaseException as caught:  # noqa: BLE001 - raised where the save is waited for
+            error = caught
+        with self._turn:
+            self._moved = time.monotonic()
+            if error is not None:
+                self._fail(task, error)
+            if isinstance(what, Spot) and not task.ticket.final:
+                self._held[id(task), what] = slot
+                task.flow.copied(what)
+            else:
+                self._pool.give_back(slot)
+            if isinstance(what, Check) and not task.ticket.final:
+                task.flow.checked(what.lane, same=same)
+            self._note_captured(task)
+            self._turn.notify_all()
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt is not only the save's
+
+    def _note_captured(self, task: Task) -> None:
+        if task.ticket.state == "capturing" and task.flow.all_captured:
+            task.ticket.reach("captured")
+
+    def _copy_loop(self) -> None:
+        _step_aside()
+        while True:
+            with self._turn:
+                while True:
+                    work = self._next()
+                    if work is not None or (self._stopping and not self._tasks):
+                        break
+                    if self._to_touch and not self._tasks:
+                        break
+                    self._turn.wait()
+                if work is None and not self._to_touch:
+                    return
+                if work is None:
+                    self._touch()
+                    continue
+            self._do(work)
+
+    def _touch(self) -> None:
+        """Make one more slot's pages real. Under the lock, so that nobody takes it meanwhile."""
+        slot = self._to_touch.popleft()
+        if self._pool is not None:
+            self._pool.prefault(slot)
+
+    # ------------------------------------------------------------------ writing
+
+    def _blocks(self, task: Task) -> Iterator[Written]:
+        """The captured blocks in the order in which they are due; a slot is freed when the next
+        one is asked for."""
+        assert self._pool is not None
+        while True:
+            with self._turn:
+                while True:
+                    if task.ticket.error is not None:
+                        raise task.ticket.error
+                    if task.flow.all_written:
+                        return
+                    what = task.flow.next_write()
+                    if what is not None:
+                        break
+                    self._turn.wait()
+                task.flow.start_write(what)
+            if isinstance(what, Link):
+                yield what, None
+            else:
+                yield what, self._pool.array(self._held[id(task), what]).data
+            with self._turn:
+                self._moved = time.monotonic()
+                if isinstance(what, Spot):
+                    self._pool.give_back(self._held.pop((id(task), what)))
+                task.flow.written(what)
+                self._turn.notify_all()
+
+    def _progress(self) -> None:
+        with self._turn:
+            self._moved = time.monotonic()
+
+    def _write_loop(self) -> None:
+        _step_aside()
+        while True:
+            with self._turn:
+                while not self._tasks:
+                    if self._stopping:
+                        return
+                    self._turn.wait()
+                task = self._tasks[0]
+            error: BaseException | None = None
+            size = 0
+            try:
+                size = task.run(self._blocks(task), self._progress)
+            except BaseException as caught:  # noqa: BLE001 - raised where the save is waited for
+                error = caught
+            with self._turn:
+                self._moved = time.monotonic()
+                if error is not None:
+                    self._fail(task, error)
+                elif not task.ticket.final:
+                    task.ticket.bytes_written = size
+                    task.ticket.reach("committed")
+                for key in [key for key in self._held if key[0] == id(task)]:
+                    assert self._pool is not None
+                    self._pool.give_back(self._held.pop(key))
+                self._tasks.popleft()
+                self._turn.notify_all()
+            task.release()
+            del task
+
+    def _fail(self, task: Task, error: BaseException) -> None:
+        if task.ticket.final:
+            return
+        task.ticket.error = task.failure(error)
+        task.ticket.reach("failed")
+        if self._warn:
+            log.warning("%s", task.ticket.error)
+        else:
+            self._errors.append(task.ticket)
+        self._turn.notify_all()
+
+    # ------------------------------------------------------------------ threads
+
+    def _ready(self) -> Pool:
+        """The pool and the threads, made when they are first needed."""
+        if self._pool is None:
+            self._pool = Pool(self._pool_bytes)
+        if not self._threads:
+            for name, loop in (("copier", self._copy_loop), ("writer", self._write_loop)):
+                thread = threading.Thread(target=loop, name=f"eke-{name}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        return self._pool
+
+
+def _step_aside() -> None:
+    """Lowest priority for this thread alone, so that training never waits for the processor."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+@atexit.register
+def _finish() -> None:
+    """A process that ends in any way but a kill first commits what it began to save."""
+    for engine in list(_engines):
+        engine.close()
+        for ticket in engine._errors:
+            log.error("%s", ticket.error)

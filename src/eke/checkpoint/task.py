@@ -1,0 +1,333 @@
+"""One save, from captured blocks to a committed checkpoint: what the engine's writer runs.
+
+Rank 0 makes the attempt's directory; every rank writes its files there and reports their lengths
+and hashes; rank 0 checks that together they cover every tensor exactly once, and commits; then
+older checkpoints are deleted. Nothing here is a collective.
+
+A file whose every tensor hashes to what the newest committed checkpoint has is linked instead of
+written, which leaves the bytes on the disk once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eke.checkpoint.capture import Captured
+from eke.checkpoint.checks import ManifestError
+from eke.checkpoint.commit import Attempt, clean, delete
+from eke.checkpoint.conference import Conference
+from eke.checkpoint.engine import Array, Written
+from eke.checkpoint.errors import SaveError, disk_error
+from eke.checkpoint.flow import Flow, Link, Spot
+from eke.checkpoint.layout import steps
+from eke.checkpoint.manifest import Manifest, ObjectEntry, check, merge, serialise
+from eke.checkpoint.opening import OBJECTS_FORMAT, OBJECTS_VERSION
+from eke.checkpoint.previous import Previous
+from eke.checkpoint.providers import FROZEN, OBJECTS, OTHER
+from eke.checkpoint.retention import Keep, expired
+from eke.checkpoint.storage import Storage
+from eke.checkpoint.tensorfile import write_file
+from eke.checkpoint.ticket import Ticket
+from eke.checkpoint.together import describe, rebuild
+from eke.checkpoint.write import Lane, LaneWriter, objects_file
+from eke.distributed import Store, World
+from eke.errors import EkeError
+from eke.version import __version__
+
+log = logging.getLogger("eke.checkpoint")
+
+BYE_S = 5.0
+"""How long rank 0 keeps its store up for a rank that has not heard the end."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how saves are made; the same for all saves of a checkpointer."""
+
+    storage: Storage
+    root: Path
+    durable: bool
+    keep: Keep
+    here: World
+    store: Store | None
+    patience_s: float
+    previous: Previous
+
+
+class Save:
+    """One save's task for the engine (see `engine.Task`)."""
+
+    def __init__(
+        self,
+        place: Place,
+        ticket: Ticket,
+        captured: Captured,
+        lanes: list[Lane],
+        token: str,
+        protected: frozenset[int],
+    ) -> None:
+        self.ticket, self.lanes = ticket, len(lanes)
+        self._place, self._lanes, self._token, self._protected = place, lanes, token, protected
+        self._aliases, self._objects = captured.aliases, captured.objects
+        self._per_rank = captured.per_rank
+        self.eager: Mapping[int, int] = {
+            i: lane.eager_blocks for i, lane in enumerate(lanes) if lane.eager_blocks
+        }
+        worth = [i for i, lane in enumerate(lanes) if lane.group != OBJECTS]
+        calm = [i for i, lane in enumerate(lanes) if lane.group in (FROZEN, OTHER)]
+        self.flow = Flow([len(lane.blocks) for lane in lanes], worth, calm)
+        self._last: list[dict[Hashable, int]] | None = None
+        self._talk: Conference | None = None
+
+    # ------------------------------------------------------------------ capture
+
+    def wanted(self, storages: Collection[object] | None) -> Mapping[int, int]:
+        """See `engine.Task`."""
+        if storages is None:
+            return {i: len(lane.blocks) for i, lane in enumerate(self._lanes)}
+        if self._last is None:
+            self._last = [lane.last_blocks() for lane in self._lanes]
+        found = {}
+        for index, last in enumerate(self._last):
+            blocks = max((last[one] for one in storages if one in last), default=0)
+            if blocks:
+                found[index] = blocks
+        return found
+
+    def fill(self, spot: Spot, slot: Array) -> None:
+        """See `engine.Task`."""
+        self._lanes[spot.lane].fill(spot.block, slot)
+
+    def same(self, lane: int, scratch: Array) -> bool:
+        """See `engine.Task`."""
+        return self._place.previous.same(self._lanes[lane], scratch)
+
+    def release(self) -> None:
+        """See `engine.Task`."""
+        self._lanes, self._last = [], None
+        self._objects = {}
+
+    def failure(self, error: BaseException) -> EkeError:
+        """What the user is told: one `SaveError` that has the ticket."""
+        if isinstance(error, SaveError):
+            return error
+        return save_error(self.ticket, error)
+
+    # ------------------------------------------------------------------ writing
+
+    def run(self, blocks: Iterator[Written], moved: Callable[[], None]) -> int:
+        """See `engine.Task`."""
+        place = self._place
+        if place.store is not None:
+            self._talk = Conference(place.store, self._token, place.here, place.patience_s, moved)
+        return self._lead(blocks) if place.here.is_main else self._follow(blocks)
+
+    def _lead(self, blocks: Iterator[Written]) -> int:
+        place, talk = self._place, self._talk
+        attempt = Attempt(place.storage, place.root, self.ticket.step, place.durable, self._token)
+        others = range(1, place.here.size) if talk is not None else ()
+        try:
+            clean(place.storage, place.root)
+            attempt.begin()
+            if talk is not None:
+                talk.tell("begun", {})
+            reports = [self._write(attempt.path, blocks)]
+            for rank in others:
+                assert talk is not None
+                reports.append(self._opened(rank, talk.hear(["report"], rank)))
+            manifest = self._manifest(reports)
+            data = serialise(manifest)
+            path = attempt.commit(data)
+            linked = {name for report in reports for name in report["linked"]}
+            size = len(data) + sum(
+                entry.bytes for name, entry in manifest.files.items() if name not in linked
+            )
+            self._done({"bytes": size})
+            place.previous.committed(path, reports[0])
+        except BaseException as error:
+            self._done({"error": describe(self._shown(error))})
+            raise
+        finally:
+            attempt.abort()
+            self._farewell()
+        self._expire()
+        return size
+
+    def _done(self, outcome: dict[str, Any]) -> None:
+        if self._talk is not None:
+            self._talk.tell("done", outcome)
+
+    def _farewell(self) -> None:
+        """Stay until every rank has heard the end, for rank 0's process serves the store."""
+        if self._talk is None:
+            return
+        for rank in range(1, self._place.here.size):
+            try:
+                self._talk.hear(["bye"], rank, at_most_s=BYE_S)
+            except EkeError as error:
+                log.warning("step %d: %s", self.ticket.step, error)
+        self._talk.forget()
+
+    def _follow(self, blocks: Iterator[Written]) -> int:
+        place, talk = self._place, self._talk
+        assert talk is not None
+        directory = Attempt(
+            place.storage, place.root, self.ticket.step, place.durable, self._token
+        ).path
+        report: dict[str, Any] = {}
+        try:
+            self._opened(0, talk.hear(["begun", "done"], 0))
+            report = self._write(directory, blocks)
+            talk.tell("report", report)
+            size = int(self._opened(0, talk.hear(["done"], 0))["bytes"])
+        except Exception as error:
+            outcome = talk.look("done", 0)
+            if outcome is not None and "error" in outcome:
+                self._opened(0, outcome)  # rank 0 gave up first: its reason is the reason
+            talk.tell("report", {"error": describe(self._shown(error))})
+            raise
+        finally:
+            talk.tell("bye", {})
+        place.previous.committed(directory.parent / self.ticket.path.name, report)
+        return size
+
+    def _opened(self, rank: int, row: dict[str, Any]) -> dict[str, Any]:
+        """What a rank said, or its error."""
+        if "error" in row:
+            raise rebuild(f"saving step {self.ticket.step}", rank, row["error"])
+        return row
+
+    def _shown(self, error: BaseException) -> BaseException:
+        if isinstance(error, OSError):
+            return disk_error(f"saving step {self.ticket.step}", error)
+        return error
+
+    def _write(self, directory: Path, blocks: Iterator[Written]) -> dict[str, Any]:
+        """Write this rank's files into the attempt; returns what they are."""
+        storage, durable = self._place.storage, self._place.durable
+        report: dict[str, Any] = {
+            "files": {},
+            "tensors": {},
+            "aliases": self._aliases,
+            "linked": [],
+        }
+        self._write_objects(directory, report)
+        writers: dict[int, LaneWriter] = {}
+        path = directory
+        try:
+            for what, data in blocks:
+                if self._talk is not None:
+                    self._talk.beat()
+                lane = self._lanes[what.lane]
+                path = directory / lane.file
+                if isinstance(what, Link):
+                    part = self._place.previous.link(lane, directory, durable)
+                    report["linked"].append(lane.file)
+                else:
+                    assert data is not None
+                    if what.lane not in writers:
+                        writers[what.lane] = LaneWriter(storage, directory, lane)
+                    writers[what.lane].write(what.block, data)
+                    if what.block + 1 < len(lane.blocks):
+                        continue
+                    part = writers.pop(what.lane).finish(durable)
+                report["files"] |= part["files"]
+                report["tensors"] |= part["tensors"]
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        finally:
+            for writer in writers.values():
+                writer.close()
+        self.ticket.reach("persisted")
+        return report
+
+    def _write_objects(self, directory: Path, report: dict[str, Any]) -> None:
+        rank = self._place.here.rank
+        values = {
+            "format": OBJECTS_FORMAT,
+            "version": OBJECTS_VERSION,
+            "rank": rank,
+            "objects": {
+                name: tree
+                for name, tree in self._objects.items()
+                if rank == 0 or self._per_rank[name]
+            },
+        }
+        data = json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        path = directory / objects_file(rank)
+        report["files"][path.name] = write_file(
+            self._place.storage, path, data, self._place.durable
+        )
+
+    # ------------------------------------------------------------------ committing
+
+    def _manifest(self, reports: list[dict[str, Any]]) -> Manifest:
+        """The manifest of what all ranks wrote.
+
+        Raises:
+            EkeError: together they did not write every tensor exactly once.
+        """
+        ranks = self._place.here.size
+        try:
+            files, tensors, aliases = merge(reports)
+            manifest = Manifest(
+                step=self.ticket.step,
+                world_size=ranks,
+                mesh={"data": ranks},
+                created_unix_s=time.time(),
+                eke=__version__,
+                torch=torch.__version__,
+                files=files,
+                tensors=tensors,
+                aliases=aliases,
+                objects={
+                    name: ObjectEntry(
+                        own, tuple(objects_file(rank) for rank in range(ranks if own else 1))
+                    )
+                    for name, own in self._per_rank.items()
+                },
+            )
+            check(manifest)
+        except ManifestError as error:
+            where = error.tensor or error.file or "the manifest"
+            step = self.ticket.step
+            raise EkeError(f"saving step {step} failed: {where}: {error.detail}") from error
+        return manifest
+
+    def _expire(self) -> None:
+        """Apply retention. The new checkpoint is safe by now, so a failure here is not a save's."""
+        place = self._place
+        try:
+            for step in expired(steps(place.root), place.keep, self._protected):
+                delete(place.storage, place.root, step, place.durable)
+        except OSError as error:
+            log.warning("could not delete an old checkpoint (%s); the next save tries again", error)
+
+
+def save_error(ticket: Ticket, error: BaseException) -> SaveError:
+    """The error of a failed save; the disk's refusal with what to do about it."""
+    doing = f"saving step {ticket.step}"
+    if isinstance(error, OSError):
+        shown = disk_error(doing, error)
+    elif isinstance(error, EkeError):
+        shown = error
+    else:
+        shown = EkeError(f"{doing} failed: {type(error).__name__}: {error}")
+    failed = SaveError(
+        shown.what,
+        value=shown.value,
+        rule=shown.rule or "older checkpoints are untouched",
+        fix=shown.fix,
+    )
+    failed.ticket = ticket
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,182 @@
+"""The state machine against a fake asynchronous device, which delays and reorders copies.
+
+The fake device reads the live bytes only when a copy completes: the worst that real hardware may
+do. Training changes a live tensor as soon as the machine says that it is captured.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eke.checkpoint.flow import Check, Flow, Link, Spot
+
+LANES = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+
+
+class World:
+    """One save: live blocks, a pool, a device with copies in flight, a writer, a trainer."""
+
+    def __init__(self, draw, lanes, slots, check, same, waits=True):
+        self.draw, self.lanes, self.slots, self.waits = draw, lanes, slots, waits
+        self.flow = Flow(lanes, check)
+        self.same = same
+        self.live = {(i, b): f"old{i}.{b}" for i, n in enumerate(lanes) for b in range(n)}
+        self.wanted = dict(self.live)
+        self.copying, self.held, self.checking, self.writing = [], {}, [], []
+        self.files = {i: [] for i in range(len(lanes))}
+        self.linked = set()
+        self.barriers = [(i, n) for i, n in enumerate(lanes) if n]
+        self.used = 0
+
+    def moves(self):
+        """Everything that may happen next."""
+        moves = []
+        due = self.flow.next_copy()
+        if isinstance(due, Check) or (due is not None and self.used < self.slots):
+            moves.append(("copy", due))
+        moves += [("complete", i) for i in range(len(self.copying))]
+        moves += [("checked", i) for i in range(len(self.checking))]
+        out = self.flow.next_write()
+        if out is not None and not self.writing:
+            moves.append(("write", out))
+        if self.writing:
+            moves.append(("written", None))
+        moves += [("update", i) for i in range(len(self.barriers))]
+        return moves
+
+    def step(self):
+        kind, what = self.draw(st.sampled_from(self.moves()))
+        if kind == "copy":
+            if isinstance(what, Check):
+                self.flow.start_check(what.lane)
+                self.checking.append(what.lane)
+            else:
+                self.flow.start_copy(what)
+                self.copying.append(what)
+                self.used += 1
+        elif kind == "complete":
+            spot = self.copying.pop(what)
+            self.held[spot] = self.live[spot]
+            self.flow.copied(spot)
+        elif kind == "checked":
+            lane = self.checking.pop(what)
+            self.flow.checked(lane, same=lane in self.same)
+        elif kind == "write":
+            self.flow.start_write(what)
+            self.writing.append(what)
+        elif kind == "written":
+            done = self.writing.pop()
+            if isinstance(done, Link):
+                self.linked.add(done.lane)
+            else:
+                self.files[done.lane].append(self.held.pop(done))
+                self.used -= 1
+            self.flow.written(done)
+        else:
+            lane, blocks = self.barriers[what]
+            self.flow.want(lane, blocks)
+            if not self.waits or self.flow.captured(lane, blocks):
+                self.barriers.pop(what)
+                for block in range(blocks):
+                    self.live[lane, block] = "new"
+
+    def run(self):
+        for _ in range(600):
+            if self.flow.all_written:
+                break
+            moves = [move for move in self.moves() if move[0] != "update"]
+            assert moves, "nothing can happen any more: a deadlock"
+            self.step()
+        assert self.flow.all_written or self.barriers, "it does not end"
+        while not self.flow.all_written:
+            moves = [move for move in self.moves() if move[0] != "update"]
+            assert moves, "nothing can happen any more: a deadlock"
+            self.draw_fixed(moves[0])
+        return self
+
+    def draw_fixed(self, move):
+        before, self.draw = self.draw, lambda _: move
+        self.step()
+        self.draw = before
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), LANES, st.integers(1, 6))
+def test_every_order_of_events_writes_the_state_of_the_save(data, lanes, slots):
+    indexes = st.sets(st.integers(0, len(lanes) - 1))
+    check = data.draw(indexes)
+    same = data.draw(indexes) & check
+    world = World(data.draw, lanes, slots, check, same).run()
+    assert world.flow.all_captured
+    assert world.flow.all_started
+    assert world.used == 0
+    assert world.linked == {lane for lane in same if lanes[lane]} or not any(lanes)
+    for lane, blocks in enumerate(lanes):
+        expected = [] if lane in world.linked else [f"old{lane}.{b}" for b in range(blocks)]
+        assert world.files[lane] == expected
+
+
+def test_without_waiting_the_state_is_torn():
+    """The same machine with a trainer that does not wait: the test above would notice."""
+
+    class Script:
+        def __init__(self):
+            self.order = iter(["copy", "update", "complete", "write", "written"])
+
+        def __call__(self, strategy):
+            kind = next(self.order)
+            return next(move for move in world.moves() if move[0] == kind)
+
+    world = World(Script(), [1], 1, set(), set(), waits=False)
+    for _ in range(5):
+        world.step()
+    assert world.files == {0: ["new"]}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.data())
+def test_what_is_wanted_comes_first(lanes, data):
+    lane = data.draw(st.integers(0, len(lanes) - 1))
+    blocks = data.draw(st.integers(1, lanes[lane]))
+    flow = Flow(lanes)
+    flow.want(lane, blocks)
+    for block in range(blocks):
+        assert flow.next_copy() == Spot(lane, block)
+        assert not flow.captured(lane, blocks)
+        flow.start_copy(Spot(lane, block))
+    for block in reversed(range(blocks)):
+        assert not flow.captured(lane, blocks)
+        flow.copied(Spot(lane, block))
+    assert flow.captured(lane, blocks)
+
+
+def test_one_file_is_finished_before_the_next_is_begun():
+    flow = Flow([2, 2])
+    for spot in [Spot(0, 0), Spot(1, 0), Spot(1, 1), Spot(0, 1)]:
+        if flow.next_copy() != spot:
+            flow.want(spot.lane, spot.block + 1)
+        flow.start_copy(spot)
+        flow.copied(spot)
+    order = []
+    while (what := flow.next_write()) is not None:
+        flow.start_write(what)
+        flow.written(what)
+        order.append(what)
+    assert order == [Spot(0, 0), Spot(0, 1), Spot(1, 0), Spot(1, 1)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda flow: flow.copied(Spot(0, 0)),
+        lambda flow: flow.start_copy(Spot(0, 1)),
+        lambda flow: flow.start_copy(Spot(1, 0)),
+        lambda flow: flow.start_write(Spot(0, 0)),
+        lambda flow: flow.written(Spot(0, 0)),
+        lambda flow: flow.checked(0, same=True),
+    ],
+)
+def test_events_that_cannot_be(wrong):
+    flow = Flow([2, 2], check=[1])
+    with pytest.raises(ValueError):
+        wrong(flow)

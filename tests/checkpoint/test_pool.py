@@ -1,0 +1,67 @@
+import mmap
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eke.checkpoint.pool import MAX_SLOT_BYTES, PAGE_BYTES, Pool, slot_size
+from eke.errors import InputError
+
+
+@given(st.integers(2 * PAGE_BYTES, 1 << 40))
+def test_slots_are_whole_pages_and_at_least_two(pool_bytes):
+    slot = slot_size(pool_bytes)
+    assert slot % PAGE_BYTES == 0
+    assert PAGE_BYTES <= slot <= MAX_SLOT_BYTES
+    assert pool_bytes // slot >= 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 2 * PAGE_BYTES - 1])
+def test_too_small(size):
+    with pytest.raises(InputError, match="too small"):
+        Pool(size)
+
+
+@given(st.lists(st.integers(0, 20)))
+def test_any_order_of_taking_and_giving_back(choices):
+    pool, taken = Pool(16 * PAGE_BYTES), []
+    for choice in choices:
+        if choice % 2 and taken:
+            pool.give_back(taken.pop(choice % len(taken)))
+        else:
+            slot = pool.take()
+            assert (slot is None) == (len(taken) == pool.slots)
+            if slot is not None:
+                assert slot not in taken
+                taken.append(slot)
+        assert pool.free == pool.slots - len(taken)
+
+
+def test_slots_are_aligned_apart_and_kept():
+    pool = Pool(1 << 20)
+    slots = [pool.take() for _ in range(pool.slots)]
+    for slot in slots:
+        assert pool.array(slot).ctypes.data % mmap.PAGESIZE == 0
+        pool.array(slot)[:] = slot
+    assert all(np.all(pool.array(slot) == slot) for slot in slots)
+
+
+def test_the_last_one_given_back_is_taken_first():
+    pool = Pool(1 << 20)
+    a, b = pool.take(), pool.take()
+    pool.give_back(b)
+    pool.give_back(a)
+    assert pool.take() == a
+    with pytest.raises(ValueError, match="not taken"):
+        pool.give_back(b)
+
+
+def test_prefault_touches_what_will_be_used_first():
+    pool = Pool(1 << 20)
+    fresh = pool.untouched(3 * pool.slot_bytes - 5)
+    for slot in fresh:
+        pool.prefault(slot)
+    assert [pool.take() for _ in fresh] == fresh
+    assert pool.untouched(3 * pool.slot_bytes) == []
+    assert len(pool.untouched(1 << 60)) == pool.slots - 3
