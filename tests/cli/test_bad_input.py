@@ -8,11 +8,14 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from eke.cli import main
 
 GOOD_ROW = {"prompt": "What is a spam filter?", "response": "Something that keeps spam away."}
 Edit = Callable[[Path], dict[str, Any]]
@@ -80,6 +83,17 @@ def eke(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+def eke_here(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> subprocess.CompletedProcess[str]:
+    """The same command in this process: a tenth of the time, and most of it is importing."""
+    monkeypatch.setattr(sys, "argv", ["eke", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    return subprocess.CompletedProcess(arguments, int(str(ended.value.code)), out, err)
+
+
 def assert_one_error(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
     assert done.returncode == code, done.stderr + done.stdout
     assert "Traceback" not in done.stderr
@@ -137,6 +151,16 @@ CASES: dict[str, tuple[Edit, tuple[str, ...]]] = {
         lambda w: {"budget": {"cost": "5 USD"}},
         ("budget.cost", "price_per_hour"),
     ),
+    "nothing to learn from": (
+        lambda w: bad_rows(
+            w,
+            "".join(
+                json.dumps({"messages": [{"role": "user", "content": f"Hello {i}?"}]}) + "\n"
+                for i in range(40)
+            ),
+        ),
+        ("nothing to learn from", "supervised"),
+    ),
     "no energy counter": (lambda w: {"budget": {"energy": "1MJ"}}, ("energy", "wall_time")),
     "no CUDA": (lambda w: {"run": {"device": "cuda"}}, ("cuda", "auto")),
 }
@@ -144,7 +168,11 @@ CASES: dict[str, tuple[Edit, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_one_error_and_leaves_nothing_behind(
-    name: str, tmp_path: Path, model_dir: Path
+    name: str,
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import torch
 
@@ -155,7 +183,8 @@ def test_bad_input_is_one_error_and_leaves_nothing_behind(
         return
     if name == "no energy counter" and EnergyMeter.open().source != "unknown":
         return
-    assert_one_error(eke("train", str(toml(tmp_path, model_dir, **edit(tmp_path)))), 2, *words)
+    path = toml(tmp_path, model_dir, **edit(tmp_path))
+    assert_one_error(eke_here(["train", str(path)], monkeypatch, capsys), 2, *words)
     assert not (tmp_path / "runs" / "run").exists()
 
 
@@ -206,3 +235,54 @@ def test_no_space_left_is_one_error_and_the_run_goes_on_afterwards(
     assert not list((run / "checkpoints").glob(".tmp-*"))
     assert eke("train", str(path)).returncode == 0
     assert (run / "model" / "model.safetensors").exists()
+
+
+def test_a_run_directory_inside_a_file_is_one_error(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = toml(tmp_path, model_dir, run={"dir": str(tmp_path / "file")})
+    assert_one_error(eke("train", str(path)), 2, "file")
+
+
+def test_other_data_is_refused_and_costs_nothing(tmp_path: Path, model_dir: Path) -> None:
+    path = toml(tmp_path, model_dir, budget={"steps": 400}, checkpoint={"every": "1 steps"})
+    run, rows = tmp_path / "runs" / "run", tmp_path / "rows.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eke", "train", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while not list((run / "checkpoints").glob("step-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    good = rows.read_text()
+    rows.write_text(good + json.dumps({**GOOD_ROW, "prompt": "one more"}) + "\n")
+    assert_one_error(eke("train", str(path)), 2, "training data", "run.name")
+    assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
+    rows.write_text(good)
+    done = eke("train", str(path))
+    assert done.returncode == 0, done.stderr
+    bills = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    # The refused start is billed as what it was, and no work counts as lost.
+    assert [b["what"] for b in bills if b.get("what") in ("startup", "lost")] == ["startup"] * 3
+
+
+def test_a_closed_pipe_does_not_end_a_run(tmp_path: Path, model_dir: Path) -> None:
+    path = toml(tmp_path, model_dir, budget={"steps": 30}, log={"every": 1})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eke", "train", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    process.wait(60)
+    status = json.loads((tmp_path / "runs" / "run" / "status.json").read_text())
+    assert status["state"] == "finished"
+    assert status["step"] == 30

@@ -154,14 +154,17 @@ def test_sparks(values: list[float], width: int) -> None:
         ),
     ],
 )
-def test_the_last_lines(result: dict[str, Any], lines: list[str]) -> None:
+def test_the_last_lines(result: dict[str, Any], lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "report.html").touch()
     out = StringIO()
-    display = Display(console=Console(file=out, width=200))
-    defaults = {"trained": True, "loss": None, "step": 7, "run_dir": Path("runs/demo")}
+    display = Display(console=Console(file=out, width=400))
+    defaults = {"trained": True, "loss": None, "step": 7, "run_dir": tmp_path}
     display.outcome(SimpleNamespace(**{**defaults, **result}))
     printed = out.getvalue().splitlines()
     assert len(printed) == len(lines)
     for line, start in zip(printed, lines, strict=True):
         assert line.startswith(start)
     if len(lines) == 3:
-        assert printed[1:] == ["model   runs/demo/model", "report  runs/demo/report.html"]
+        where = [f"model   {tmp_path / 'model'}", f"report  {tmp_path / 'report.html'}"]
+        assert printed[1:] == where

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eke.budget import Bill, Ledger
-from eke.budget.jsonl import effective, read_records
+from eke.budget.jsonl import Record, effective, read_records
 from eke.errors import EkeError, InputError
 from eke.training.config import RunConfig
 from eke.training.rundir import (
@@ -24,6 +24,7 @@ from eke.training.rundir import (
     continued,
     differences,
     read_status,
+    silent_starts,
 )
 
 
@@ -321,3 +322,17 @@ def test_a_run_that_met_too_long_a_sample_may_be_told_what_to_do_with_it() -> No
     assert continued(with_policy("error"), with_policy("auto")).data.overlength == "error"
     changed = differences(with_policy("skip"), with_policy("truncate"))
     assert [key for key, _, _ in changed] == ["data.overlength"]
+
+
+def test_starts_that_were_killed_are_counted_until_one_is_billed() -> None:
+    def counted(*kinds: str) -> int:
+        values = [
+            {"kind": "opened"} if k == "opened" else {"kind": "bill", "what": k} for k in kinds
+        ]
+        return silent_starts([Record(i, value) for i, value in enumerate(values)])
+
+    assert counted() == 0
+    assert counted("opened", "startup", "train") == 0
+    assert counted("opened", "startup", "train", "opened", "opened") == 2
+    assert counted("opened", "opened", "startup") == 0
+    assert counted("opened") == 1

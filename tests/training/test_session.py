@@ -14,7 +14,7 @@ from eke.budget.jsonl import read_records
 from eke.training.billing import Biller
 from eke.training.config import RunConfig
 from eke.training.rundir import RunDir
-from eke.training.session import Session, agreed
+from eke.training.session import Session, agreed, steadfast
 from eke.training.setup import Prepared, prepare
 from eke.training.state import RunState
 
@@ -124,3 +124,23 @@ def test_records_go_to_the_file_and_to_the_observer(session: Session) -> None:
 
 def test_alone_a_rank_agrees_with_itself() -> None:
     assert agreed({"a": [1, 2.5, None]}) == {"a": [1, 2.5, None]}
+
+
+def test_an_observer_whose_output_is_gone_falls_silent() -> None:
+    seen: list[Any] = []
+
+    def observer(record: Any) -> None:
+        seen.append(record)
+        if len(seen) == 2:
+            raise SystemExit(1)  # what rich does at a closed pipe
+
+    tell = steadfast(observer)
+    for n in range(4):
+        tell({"n": n})
+    assert seen == [{"n": 0}, {"n": 1}]
+    with pytest.raises(ValueError, match="a mistake"):
+        steadfast(lambda _: raise_a_mistake())({})
+
+
+def raise_a_mistake() -> None:
+    raise ValueError("a mistake")

@@ -194,7 +194,7 @@ def blocks_of(session: Session, count: int) -> list[Block]:
 
 def take(stepper: Stepper, session: Session, block: Block) -> Any:
     flops = stepper.cost(block)["flops"]
-    return stepper.step(block, flops, session.spent(), signalled=False, save_due=False)
+    return stepper.step(block, {"flops": flops}, session.spent(), signalled=False, save_due=False)
 
 
 def metrics(session: Session) -> list[dict[str, Any]]:

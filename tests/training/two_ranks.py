@@ -120,7 +120,7 @@ def main(directory: Path) -> None:
             cost = stepper.cost(block)
             assert cost["flops"] == sum(train_flops(shape, b, t) for b, t in block.shapes)
             outcome = stepper.step(
-                block, cost["flops"], session.spent(), signalled=rank == 1, save_due=rank == 0
+                block, cost, session.spent(), signalled=rank == 1, save_due=rank == 0
             )
             steps.append(
                 {

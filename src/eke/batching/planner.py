@@ -56,7 +56,7 @@ class PerStep(NamedTuple):
         Raises:
             InputError: it is neither, or N is not a positive whole number.
         """
-        unit, _, amount = text.partition(":")
+        unit, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
         if amount.isdecimal() and int(amount) > 0:
             if unit == "tokens":
                 return cls("tokens", int(amount))

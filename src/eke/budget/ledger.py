@@ -76,6 +76,11 @@ class Ledger:
             row[unit] = None if amount is None or so_far is None else so_far + amount
         return bill
 
+    def note(self, kind: str, **more: Any) -> None:
+        """Append a line that is no bill, such as who opened the file; nothing without a file."""
+        if self._file is not None:
+            self._file.append({"kind": kind, **more, "t": time.time()})
+
     def resume(self, from_offset: int, step: int) -> list[Bill]:
         """Record that the run went back to `step`; returns the bills that this undid, as `lost`."""
         if self._file is None:

@@ -82,7 +82,10 @@ class Display:
             self._live.update(self._panel())
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=self._live is None)
+        try:
+            self._console.print(text, markup=False, soft_wrap=self._live is None)
+        except (OSError, SystemExit):  # rich ends the process at a closed pipe: a run is worth more
+            self._quiet = True
 
     @staticmethod
     def _line(r: Mapping[str, Any]) -> str:
@@ -123,6 +126,6 @@ class Display:
             self._print(f"Done after {result.step} steps{loss}: {result.reason} ({took}).")
         else:
             self._print(f"Interrupted: {result.reason}. The same command goes on from here.")
-        if result.state == "finished":
-            self._print(f"model   {result.run_dir / 'model'}")
-            self._print(f"report  {result.run_dir / 'report.html'}")
+        for name, path in (("model", "model"), ("report", "report.html")):
+            if result.state == "finished" and (result.run_dir / path).exists():
+                self._print(f"{name:<8}{result.run_dir / path}")

@@ -30,7 +30,9 @@ def train(
 
     main = os.environ.get("RANK", "0") == "0"
     with Display(every=loaded.log.every, quiet=not main) as display:
-        result = Trainer(loaded, observer=display, last_words=write_report).train()
+        result = Trainer(
+            loaded, observer=display, last_words=write_report, whole_process=True
+        ).train()
     if main:
         display.outcome(result)
     raise typer.Exit(result.exit_code)

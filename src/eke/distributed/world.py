@@ -62,18 +62,24 @@ def init(device: torch.device | str = "cpu", timeout_s: float = TIMEOUT_S) -> Wo
     global _world, _control, _store, _owns_default_group
     if _control is not None:
         return _world
-    size = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+    joined = dist.is_available() and dist.is_initialized()
+    if joined:
+        size = dist.get_world_size()
+    else:
+        size = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
     if size == 1:
         return _world
-    missing = [
-        k for k in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ
-    ]
+    needed = ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    if joined:  # the group knows all but the device
+        needed = ["LOCAL_RANK"] if torch.device(device).type == "cuda" else []
+    missing = [k for k in needed if k not in os.environ]
     if missing:
         raise InputError(
             f"WORLD_SIZE is {size} but {', '.join(missing)} is not set",
             fix="Start with `torchrun --nproc-per-node N -m eke train ...`, or unset WORLD_SIZE",
         )
-    rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
+    rank = dist.get_rank() if joined else _number("RANK")
+    local_rank = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
     if not 0 <= rank < size:
         raise InputError(
             "RANK does not fit WORLD_SIZE",
@@ -102,7 +108,7 @@ def init(device: torch.device | str = "cpu", timeout_s: float = TIMEOUT_S) -> Wo
 
 def _open_store(timeout_s: float) -> Store:
     """Rank 0 serves the store at a port of its own and tells the others. A collective."""
-    host = os.environ["MASTER_ADDR"]
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")  # absent only where a group was there before
     try:
         served = Store(host, 0, timeout_s) if _world.is_main else None
         port = gather_objects(None if served is None else served.port)[0]

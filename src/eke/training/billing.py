@@ -1,7 +1,7 @@
 """The clock behind the bills: every second of the process belongs to exactly one activity.
 
 Property: the seconds of the bills, with what `pending` still holds, add up to the time since the
-process was created.
+clock was started.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ class Biller:
         ledger: where bills go.
         budget: turns seconds into money.
         who: the bills' `who`.
+        born: when the first lap began (`time.perf_counter`); None: with the process.
     """
 
-    def __init__(self, ledger: Ledger, budget: Budget, who: str = "training") -> None:
+    def __init__(
+        self, ledger: Ledger, budget: Budget, who: str = "training", born: float | None = None
+    ) -> None:
         self._ledger, self._budget, self._who = ledger, budget, who
         self.recount()
-        self._born = time.perf_counter() - process_age_s()
+        self._born = time.perf_counter() - process_age_s() if born is None else born
         self._last = self._born
         self._energy = EnergyMeter.open()
         self._last_joules = 0.0

@@ -79,6 +79,8 @@ class Oversight:
             "steps": 1.0,
         }
         cost = add(step, {"flops": 2 * p.holdout.flops(p.shape)})
+        if p.flops_per_s:
+            cost = s.with_money({**cost, "seconds": cost["flops"] / p.flops_per_s})
         spent = agreed(s.spent())
         passed = s.budget.passes(spent, cost)
         if passed is not None:
@@ -244,9 +246,9 @@ class Oversight:
         Returns its loss; None where lost work has eaten what was kept for this evaluation.
         """
         s, state = self._s, self._s.state
-        spent, finish = agreed([s.spent(), s.finish_cost()])
+        spent, cost = agreed([s.spent(), s.eval_cost()])
         loss = None
-        if s.budget.passes(spent, {"flops": finish["flops"]}) is None:
+        if s.budget.passes(spent, cost) is None:
             loss = self.evaluate(finished=True).loss
         best, back_to = state.best_loss, state.rolled_back_to
         if loss is not None and back_to is not None and best is not None and best < loss:

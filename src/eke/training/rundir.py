@@ -12,13 +12,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eke.budget import Ledger
 from eke.budget.files import write_atomic
-from eke.budget.jsonl import JsonlFile
+from eke.budget.jsonl import JsonlFile, Record, read_records
 from eke.errors import InputError
 from eke.training.config import RunConfig
 
@@ -68,9 +68,21 @@ def read_status(path: Path) -> dict[str, Any]:
     """The run's last known state, or `{}`."""
     try:
         status = json.loads((path / "status.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, json.JSONDecodeError):
         return {}
     return status if isinstance(status, dict) else {}
+
+
+def silent_starts(records: Sequence[Record]) -> int:
+    """How many processes have opened this ledger since the last one that billed its start-up:
+    they were killed before they could."""
+    silent = 0
+    for record in records:
+        if record.value.get("kind") == "opened":
+            silent += 1
+        elif record.value.get("what") == "startup":
+            silent = 0
+    return silent
 
 
 class RunDir:
@@ -80,6 +92,7 @@ class RunDir:
         self.path = path
         self._lock: int | None = None
         self._found: frozenset[str] | None = None  # what lay in the directory; None: no directory
+        self.silent_starts = 0  # processes that opened the ledger and died before their first bill
         self.ledger: Ledger
         self.metrics: JsonlFile
         self.decisions: JsonlFile
@@ -158,7 +171,9 @@ class RunDir:
                 fix="Wait for it or stop it; or choose another run.name",
             ) from error
         try:
+            self.silent_starts = silent_starts(read_records(self.path / "ledger.jsonl"))
             self.ledger = Ledger(self.path / "ledger.jsonl")
+            self.ledger.note("opened", pid=os.getpid())
             self.metrics = JsonlFile(self.path / "metrics.jsonl")
             self.decisions = JsonlFile(self.path / "decisions.jsonl")
         except BaseException:
@@ -173,6 +188,14 @@ class RunDir:
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a small JSON file whole."""
         write_atomic(self.path / name, json.dumps(dict(value), indent=1) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read it back; `{}` when it is absent."""
+        try:
+            value = json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            return {}
+        return dict(value)
 
     def write_status(self, state: str, **more: Any) -> None:
         """Say where the run is: `running`, `finished`, `interrupted` or `failed`."""
@@ -198,13 +221,13 @@ class RunDir:
 
     def discard(self) -> None:
         """Remove what this process put into a directory in which nothing has happened yet."""
-        self.close()
+        # Under the lock, so that no other process starts in what is being removed.
+        for path in [] if self._found is None else list(self.path.iterdir()):
+            if path.name not in (self._found or ()):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         if self._found is None:
             shutil.rmtree(self.path)
-            return
-        for path in self.path.iterdir():
-            if path.name not in self._found:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.close()
 
     def close(self) -> None:
         """Close the logs and let the directory go."""

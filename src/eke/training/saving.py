@@ -13,8 +13,9 @@ from types import TracebackType
 
 from eke.budget import Bill
 from eke.budget.jsonl import Record, read_records
+from eke.budget.meters import process_age_s
 from eke.budget.units import parse_duration
-from eke.checkpoint import Checkpointer, Ticket
+from eke.checkpoint import Checkpointer, CorruptCheckpoint, Ticket
 from eke.distributed import world
 from eke.errors import EkeError, InputError
 from eke.training.config import Cadence
@@ -58,6 +59,16 @@ def first_lost(records: Sequence[Record], saved_at: int, step: int, end: int) ->
         if bill["what"] in ("train", "padding", "eval") or bill["step"] > step:
             return record.offset
     return end
+
+
+def other_data(now: str, before: str) -> InputError:
+    """The error of a resume on other data."""
+    return InputError(
+        "the training data is not what this run was started on",
+        value=now,
+        rule=f"the run saw {before}",
+        fix="Bring the data back as it was, or start a new run (--set run.name=...)",
+    )
 
 
 class Saving:
@@ -162,14 +173,15 @@ class Saving:
         """
         s = self._session
         fingerprint = s.prepared.corpus["fingerprint"]
-        report = self._saver.restore()
+        try:
+            report = self._saver.restore()
+        except CorruptCheckpoint as error:
+            raise EkeError(
+                f"the newest checkpoint is damaged: {error.what}",
+                fix=f"Move {error.path} away, and the same command goes on from the one before it",
+            ) from error
         if report is not None and s.state.corpus != fingerprint:
-            raise InputError(
-                "the training data is not what this run was started on",
-                value=fingerprint,
-                rule=f"the checkpoint saw {s.state.corpus}",
-                fix="Bring the data back as it was, or start a new run (--set run.name=...)",
-            )
+            raise other_data(fingerprint, s.state.corpus)
         s.state.corpus = fingerprint
         return report is not None
 
@@ -180,7 +192,7 @@ class Saving:
     def newest(self) -> int | None:
         """The newest saved step, once it is committed."""
         self.settle()
-        return max(self._saver.steps(), default=None)
+        return agreed(max(self._saver.steps(), default=None))  # type: ignore[no-any-return]
 
     def recover(self, loss: float, norm: float) -> int:
         """After a step that was not finite: the last checkpoint's weights at half the rate.
@@ -222,6 +234,13 @@ class Saving:
             records, offsets["ledger"], s.state.step, s.run.ledger.offset
         )
         s.run.rewind(offsets, s.state.step)
+        starts = [b.seconds or 0.0 for b in s.run.ledger.bills if b.what == "startup"]
+        for _ in range(s.run.silent_starts):
+            # Killed before its first bill: charged like the dearest start there was.
+            age_s = max(starts, default=process_age_s())
+            s.run.ledger.add(
+                Bill(who="training", what="lost", step=s.state.step, seconds=age_s, measured=False)
+            )
         if crashed:
             bills = [b for b in s.run.ledger.bills if b.what != "startup"]
             seconds = max((b.seconds or 0.0 for b in bills), default=0.0)

@@ -23,6 +23,24 @@ from eke.training.state import RunState
 Observer = Callable[[Mapping[str, Any]], None]
 
 
+def steadfast(observer: Observer) -> Observer:
+    """An observer that falls silent when its output is gone: a closed pipe must not end a run.
+
+    rich ends the process (`SystemExit`) when it meets one.
+    """
+    failed = False
+
+    def tell(record: Mapping[str, Any]) -> None:
+        nonlocal failed
+        if not failed:
+            try:
+                observer(record)
+            except (OSError, SystemExit):
+                failed = True
+
+    return tell
+
+
 def agreed(value: Any) -> Any:
     """Rank 0's value, on every rank. A collective."""
     return gather_objects(value)[0]

@@ -35,7 +35,7 @@ from eke.models import (
 )
 from eke.training.config import RunConfig
 from eke.training.evaluate import Holdout
-from eke.training.loss import token_losses
+from eke.training.loss import IGNORED, token_losses
 from eke.training.resolve import Facts, resolve
 
 PROBED_SAMPLES = 256
@@ -182,6 +182,13 @@ def prepare(
             "no training sample has two tokens or more",
             value=config.data.train,
             fix="Check data.format, data.max_length and data.overlength",
+        )
+    if not any(bool((s["labels"][1:] != IGNORED).any()) for s in probed):
+        raise InputError(
+            "the training data has nothing to learn from",
+            value=config.data.train,
+            rule=f"none of {len(probed)} samples has a supervised token",
+            fix="Give the rows a response (an assistant's turn), or raise data.max_length",
         )
     say("loading the model" if weights else "probing the speed")
     loaded = load_model(config.model.source, tokenizer, seed=config.run.seed, meta=not weights)

@@ -19,6 +19,7 @@ from eke.budget.flops import train_flops
 from eke.budget.meters import resident_bytes
 from eke.distributed import gather_objects, world
 from eke.training.config import RunConfig
+from eke.training.limits import add
 from eke.training.loss import token_losses
 from eke.training.schedule import lr_factor, phase
 from eke.training.session import Session
@@ -92,7 +93,7 @@ class Stepper:
     def step(
         self,
         block: Block,
-        flops: float,
+        cost: Mapping[str, float],
         spent: Mapping[str, float],
         *,
         signalled: bool,
@@ -100,7 +101,9 @@ class Stepper:
     ) -> StepOutcome:
         """Train on a block, unless its loss is not finite; either way it counts as a step."""
         s, p, state = self._s, self._s.prepared, self._s.state
-        lr = self._set_lr(spent)
+        flops = cost["flops"]
+        # The rate of the middle of the step: a decay of one step is one at half the rate.
+        lr = self._set_lr(add(spent, {unit: amount / 2 for unit, amount in cost.items()}))
         loss_sum = torch.zeros((), dtype=torch.float64)
         for i, micro in enumerate(block):
             with self._gradients_stay_local(until_last=i < len(block) - 1):

@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch
 from eke import distributed
 from eke.batching import DynamicLoader
 from eke.budget import Budget, Decision
+from eke.budget.meters import process_age_s
 from eke.checkpoint import Checkpointer, Keep
 from eke.distributed import world
 from eke.errors import EkeError, InputError
@@ -38,8 +40,8 @@ from eke.training.oversight import Oversight
 from eke.training.plan import plan_of
 from eke.training.resolve import budget_of
 from eke.training.rundir import RunDir, continued, read_status
-from eke.training.saving import Saving
-from eke.training.session import Observer, Session, agreed
+from eke.training.saving import Saving, other_data
+from eke.training.session import Observer, Session, agreed, steadfast
 from eke.training.setup import Prepared, pick_device, prepare
 from eke.training.state import RunState
 from eke.training.stepping import Stepper, build_optimizer
@@ -77,6 +79,8 @@ class Trainer:
             is being prepared (`{"kind": "say"}`), on rank 0.
         last_words: called with the run's directory when all is written, before the last bill:
             writes a report, for example.
+        whole_process: whether the run's clock starts with this process, imports included, as in
+            `eke train`; else it starts with `train`.
     """
 
     def __init__(
@@ -85,9 +89,13 @@ class Trainer:
         *,
         observer: Observer = lambda _: None,
         last_words: Callable[[Path], object] | None = None,
+        whole_process: bool = False,
     ) -> None:
         self._given = config
-        self._observer = observer
+        self._observer = steadfast(observer)
+        self._whole_process = whole_process
+        self._born = 0.0
+        self._biller: Biller | None = None
         self._last_words = last_words
         self._signal: int | None = None
         self._state = RunState()
@@ -99,6 +107,7 @@ class Trainer:
             InputError: something is wrong with what was asked for; nothing was lost.
             EkeError: something failed on the way; the newest checkpoint is as it was.
         """
+        self._born = time.perf_counter() - (process_age_s() if self._whole_process else 0.0)
         distributed.init(pick_device(self._given))
         try:
             with self._signals():
@@ -132,15 +141,25 @@ class Trainer:
         finally:
             run.close()
 
-    @staticmethod
-    def _failed(run: RunDir, error: BaseException, *, nothing_done: bool) -> None:
-        """Leave no directory behind after bad input; else say in it what happened."""
+    def _failed(self, run: RunDir, error: BaseException, *, nothing_done: bool) -> None:
+        """Leave no directory behind after bad input; else say in it what happened.
+
+        What this process spent is billed. A run that was refused before it went on, and one that
+        is finished, stay what they were.
+        """
         if nothing_done and isinstance(error, InputError):
             run.discard()
         elif isinstance(error, Exception):
+            running = read_status(run.path).get("state") == "running"
             # The disk may be what failed; it is the error itself that must be heard.
             with contextlib.suppress(EkeError):
-                run.write_status("failed", reason=str(error), exit_code=1)
+                if self._biller is not None:
+                    self._biller.flush(self._state.step)
+                    self._biller.charge("lost" if running else "startup", self._state.step)
+                if running:
+                    code = error.exit_code if isinstance(error, EkeError) else 1
+                    step = self._state.step
+                    run.write_status("failed", reason=str(error), step=step, exit_code=code)
 
     def _run(self, run: RunDir, stored: RunConfig | None) -> Result:
         wanted = self._given
@@ -152,7 +171,8 @@ class Trainer:
         loader = self._loader(prepared, session.budget)
         stepper, saving = self._build(session, loader)
         with loader, saving:
-            crashed = stored is not None and read_status(run.path).get("state") != "interrupted"
+            # Any other end was billed by the process that met it.
+            crashed = stored is not None and read_status(run.path).get("state") == "running"
             found = saving.restore_newest()
             if stored is not None:
                 saving.account_for_lost_work(crashed=crashed)
@@ -172,18 +192,38 @@ class Trainer:
         budget = budget_of(prepared.config)
         biller = None
         if world().is_main:
-            biller = Biller(run.ledger, budget)
+            self._biller = biller = Biller(run.ledger, budget, born=self._born)
             if budget.joules is not None and biller.energy_source == "unknown":
                 raise InputError(
                     "budget.energy cannot be held: this machine has no energy counter",
                     rule="joules come from NVML or RAPL, never from a guess",
                     fix="Use budget.wall_time or budget.cost instead",
                 )
+            self._check_data(prepared, run)
             run.write_config(prepared.config)
             run.write_json("plan.json", plan_of(prepared, budget))
         # Until a save is measured: 12 bytes a parameter at 200 MB/s.
         guess_s = prepared.shape.n_parameters * 12 / 200e6
-        return Session(prepared, budget, self._state, run, biller, self._observer, guess_s)
+        evals = [b.seconds or 0.0 for b in run.ledger.bills if b.what == "eval"] if biller else []
+        return Session(
+            prepared,
+            budget,
+            self._state,
+            run,
+            biller,
+            self._observer,
+            save_s=guess_s,
+            eval_s=max(evals, default=0.0),
+        )
+
+    @staticmethod
+    def _check_data(prepared: Prepared, run: RunDir) -> None:
+        """Refuse other data than the run was started on, before a model of another vocabulary
+        meets its checkpoint."""
+        started_on = run.read_json("plan.json").get("corpus", {}).get("fingerprint")
+        now = prepared.corpus["fingerprint"]
+        if started_on not in (None, now):
+            raise other_data(now, started_on)
 
     @staticmethod
     def _loader(prepared: Prepared, budget: Budget) -> DynamicLoader:
@@ -251,7 +291,7 @@ class Trainer:
                 oversight.start_decay(spent, finish, move.reason, move.unit)
             outcome = stepper.step(
                 block,
-                cost["flops"],
+                cost,
                 spent,
                 signalled=self._signal is not None,
                 save_due=saving.due(),
@@ -325,7 +365,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Turn the first SIGTERM or SIGINT into a checkpoint after the step under way."""
+        """Turn the first SIGTERM, SIGINT or SIGHUP into a checkpoint after the step under way."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -334,9 +374,16 @@ class Trainer:
             if self._signal is not None:
                 raise KeyboardInterrupt
             self._signal = number
-            self._say(f"{signal.Signals(number).name}: saving after this step (again to give up)")
+            # Not through the display: what was interrupted may be printing.
+            name = signal.Signals(number).name
+            text = f"{name}: the run saves and ends after the next step (again: at once)\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())
 
-        before = {s: signal.signal(s, remember) for s in (signal.SIGTERM, signal.SIGINT)}
+        wanted = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to go on
+            wanted.append(signal.SIGHUP)
+        before = {s: signal.signal(s, remember) for s in wanted}
         try:
             yield
         finally:

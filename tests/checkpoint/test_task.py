@@ -1,0 +1,156 @@
+"""A save is committed by all ranks or by none, and every rank hears which."""
+
+import errno
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from eke.checkpoint import Checkpointer, Keep, SaveError, Storage, load_tensors, verify
+from eke.checkpoint.capture import Captured, Held
+from eke.checkpoint.flow import Spot
+from eke.checkpoint.owner import me, new_token
+from eke.checkpoint.previous import Previous
+from eke.checkpoint.task import Place, Save, save_error
+from eke.checkpoint.ticket import Ticket
+from eke.checkpoint.write import lanes_of
+from eke.distributed import World
+from eke.errors import EkeError
+
+BLOCK_BYTES = 1 << 14
+
+
+class Memory:
+    """The store between ranks that are threads of this process."""
+
+    def __init__(self):
+        self.values, self.lock = {}, threading.Lock()
+
+    def put(self, key, value):
+        with self.lock:
+            self.values[key] = json.dumps(value)
+
+    def get(self, key):
+        with self.lock:
+            return json.loads(self.values[key]) if key in self.values else None
+
+    def drop(self, key):
+        with self.lock:
+            self.values.pop(key, None)
+
+
+def together(root, captured, storages, store):
+    """Two ranks' saves of step 5; returns each one's ticket and bytes or error."""
+    token = new_token(me())
+
+    def run(rank):
+        here, storage = World(rank, 2), storages[rank]
+        place = Place(storage, root, False, Keep(), here, store, 30.0, Previous(root, storage))
+        lanes = lanes_of(captured[rank], here, BLOCK_BYTES)
+        ticket = Ticket(5, root / "step-000000005")
+        save = Save(place, ticket, captured[rank], lanes, token, frozenset())
+
+        def blocks():
+            for number, lane in enumerate(lanes):
+                for block in range(len(lane.blocks)):
+                    slot = np.empty(BLOCK_BYTES, np.uint8)
+                    save.fill(Spot(number, block), slot)
+                    yield Spot(number, block), slot.data
+
+        ticket.reach("captured")
+        try:
+            return ticket, save.run(blocks(), lambda: None)
+        except (EkeError, OSError) as error:
+            return ticket, save.failure(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    return {"model/a": torch.randn(300, 70), "model/b": torch.randn(9)}
+
+
+def captures(tensors):
+    held = [Held(name, tensor, "state", "segment") for name, tensor in tensors.items()]
+    return [Captured(held, [], {}, {}, {}) for _ in range(2)]
+
+
+def test_two_ranks_commit_one_checkpoint(tmp_path, tensors):
+    store, root = Memory(), tmp_path / "ck"
+    root.mkdir()
+    results = together(root, captures(tensors), [Storage(), Storage()], store)
+    path = root / "step-000000005"
+    size = sum(file.stat().st_size for file in path.iterdir())
+    assert [found for _, found in results] == [size, size]
+    assert [ticket.state for ticket, _ in results] == ["persisted", "persisted"]
+    assert verify(path).ok
+    read = load_tensors(path)
+    assert sorted(read) == sorted(tensors)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    assert {f.name[:9] for f in path.glob("*.safetensors")} == {"rank00000", "rank00001"}
+    assert store.values == {}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_ranks_disk_fails_and_both_hear_of_it(tmp_path, tensors, faulty, rank):
+    faulty.fail("write", at=2, code=errno.ENOSPC)
+    storages = [Storage(), Storage()]
+    storages[rank] = faulty
+    root, store = tmp_path / "ck", Memory()
+    root.mkdir()
+    results = together(root, captures(tensors), storages, store)
+    for ticket, error in results:
+        assert isinstance(error, SaveError)
+        assert error.ticket is ticket
+        assert "No space left on device" in str(error)
+    assert f"failed on rank {rank}" in str(results[1 - rank][1])
+    assert list(root.iterdir()) == []
+    assert store.values == {}
+
+
+def test_what_two_ranks_both_write_is_not_committed(tmp_path):
+    own = [Held("rng/state", torch.ones(5), "state", "object")]
+    root = tmp_path / "ck"
+    root.mkdir()
+    both = [Captured([], own, {}, {}, {}) for _ in range(2)]
+    results = together(root, both, [Storage(), Storage()], Memory())
+    assert all(isinstance(error, SaveError) for _, error in results)
+    assert all("rng/state" in str(error) for _, error in results)
+    assert list(root.iterdir()) == []
+
+
+def test_retention_that_fails_does_not_fail_the_save(tmp_path, faulty, caplog):
+    with Checkpointer(tmp_path, storage=faulty, keep=Keep(last=1)) as ck:
+        ck.attach(model=nn.Linear(4, 4))
+        ck.save(1).wait()
+        faulty.fail("rename", at=faulty.calls["rename"] + 2)  # the one after the commit's
+        assert ck.save(2).wait().state == "committed"
+        assert ck.steps() == [1, 2]
+        assert "could not delete an old checkpoint" in caplog.text
+        faulty.heal()
+        ck.save(3).wait()
+        assert ck.steps() == [3]
+
+
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (OSError(errno.ENOSPC, "full", "f"), "saving step 5 failed: f: full"),
+        (EkeError("rank 1 has ended"), "rank 1 has ended"),
+        (ValueError("odd"), "saving step 5 failed: ValueError: odd"),
+    ],
+)
+def test_what_the_user_is_told(tmp_path, error, match):
+    ticket = Ticket(5, tmp_path)
+    told = save_error(ticket, error)
+    assert match in str(told)
+    assert told.ticket is ticket
+    assert told.__cause__ is error
+    assert told.rule
