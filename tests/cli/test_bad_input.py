@@ -244,7 +244,7 @@ def test_a_run_directory_inside_a_file_is_one_error(tmp_path: Path, model_dir: P
 
 
 def test_other_data_is_refused_and_costs_nothing(tmp_path: Path, model_dir: Path) -> None:
-    path = toml(tmp_path, model_dir, budget={"steps": 400}, checkpoint={"every": "1 steps"})
+    path = toml(tmp_path, model_dir, budget={"steps": 60}, checkpoint={"every": "1 steps"})
     run, rows = tmp_path / "runs" / "run", tmp_path / "rows.jsonl"
     process = subprocess.Popen(
         [sys.executable, "-m", "eke", "train", str(path)],
