@@ -136,7 +136,7 @@ def train_here(toml: str, overrides: list[str]) -> None:
     from eke.training import RunConfig, Trainer
 
     try:
-        result = Trainer(RunConfig.load(toml, overrides)).train()
+        result = Trainer(RunConfig.load(toml, overrides), whole_process=True).train()
     except EkeError as error:
         print(error, flush=True)
         os._exit(error.exit_code)
