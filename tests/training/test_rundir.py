@@ -336,3 +336,14 @@ def test_starts_that_were_killed_are_counted_until_one_is_billed() -> None:
     assert counted("opened", "startup", "train", "opened", "opened") == 2
     assert counted("opened", "opened", "startup") == 0
     assert counted("opened") == 1
+
+
+def test_a_first_start_that_was_killed_does_not_bar_the_next(tmp_path: Path) -> None:
+    killed = RunDir(tmp_path / "run")
+    killed.open()
+    killed.close()
+    again = RunDir(tmp_path / "run")
+    assert again.stored_config(RunConfig()) is None
+    again.open()
+    assert again.silent_starts == 1
+    again.close()

@@ -27,6 +27,9 @@ FREE_KEYS = {("run", "dir"), ("run", "name"), ("data", "workers")}
 FREE_SECTIONS = {"log", "checkpoint"}
 
 
+LOGS = {"ledger.jsonl", "metrics.jsonl", "decisions.jsonl"}
+
+
 def differences(stored: RunConfig, given: RunConfig) -> list[tuple[str, Any, Any]]:
     """Keys in which `given` asks for another run than `stored` is: (key, stored, given).
 
@@ -122,7 +125,9 @@ class RunDir:
                 fix="Choose another run.name or run.dir",
             )
         if not self.config_path.exists():
-            strangers = [p.name for p in self.path.iterdir() if not p.name.startswith(".")]
+            # A first start that was killed leaves its logs, and no configuration yet.
+            names = {p.name for p in self.path.iterdir() if not p.name.startswith(".")}
+            strangers = names - LOGS
             if strangers:
                 raise InputError(
                     "the run's directory holds something that is not a run",

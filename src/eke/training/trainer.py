@@ -174,7 +174,7 @@ class Trainer:
             # Any other end was billed by the process that met it.
             crashed = stored is not None and read_status(run.path).get("state") == "running"
             found = saving.restore_newest()
-            if stored is not None:
+            if stored is not None or (world().is_main and run.silent_starts):
                 saving.account_for_lost_work(crashed=crashed)
             resumed = self._state.step if found else None
             oversight = Oversight(session, saving)
