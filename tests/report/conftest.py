@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ import tomli_w
 from eke.budget.bill import Bill
 from eke.budget.jsonl import JsonlFile
 from eke.budget.messages import Alternative, Decision
+from eke.budget.trace import TraceFile
+from eke.checkpoint import Ticket
+from eke.checkpoint.timeline import Span
+from eke.training.timeline import Lap, Scribe, Turn
 
 BEGAN = 1_790_000_000.0
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -182,6 +187,44 @@ class RunWriter:
     def json(self, file_name: str, **values: Any) -> None:
         (self.root / file_name).write_text(json.dumps(values), encoding="utf-8")
 
+    def trace(self, stalls_ms: tuple[float, ...] = (4.1, 3.7, 61.0, 4.4, 3.9)) -> None:
+        """Steps of 180 ms, and every tenth a save of three steps that stalls as given."""
+        file = TraceFile(self.root / "trace.json")
+        scribe = Scribe(0, time.time() - time.perf_counter())
+        file.append(scribe.names())
+        at = 2.0
+        for step in range(1, 10 * len(stalls_ms) + 5):
+            number, since = divmod(step - 10, 10)
+            stall_s = stalls_ms[number] / 1e3 if 0 <= number < len(stalls_ms) else 0.0
+            laps = [("data", 0.004), ("forward and backward", 0.150)]
+            laps += [("optimizer", 0.022 + (stall_s / 2 if since == 1 else 0.0))]
+            laps += [("save", stall_s / 2)] if since == 0 and stall_s else []
+            laps += [("decide and log", 0.004)]
+            cut = []
+            for name, seconds in laps:
+                cut.append(Lap(name, at, at + seconds))
+                at += seconds
+            file.append(scribe.turn(Turn(step, tuple(cut))))
+            if since == 0 and stall_s:
+                call = cut[3].begin_s
+                ticket = Ticket(step, self.root / "checkpoints" / f"step-{step:09d}")
+                ticket.marks.began_s, ticket.stall_s = call, stall_s
+                spans = [
+                    Span("training", "save", call, call + stall_s / 2),
+                    Span("training", "barrier", call + 0.17, call + 0.17 + stall_s / 2),
+                    Span("capture", "eager copy", call + 0.001, call + 0.002),
+                    Span("capture", "lazy copy", call + 0.003, call + 0.168),
+                    *(Span("write", "write", call + 0.01 + i / 10, call + 0.09 + i / 10)
+                      for i in range(4)),
+                    Span("write", "fsync", call + 0.4, call + 0.45),
+                    Span("commit", "commit", call + 0.45, call + 0.48),
+                ]  # fmt: skip
+                for state, end_s in (("captured", 0.17), ("persisted", 0.45), ("committed", 0.48)):
+                    ticket.reach(state)  # type: ignore[arg-type]
+                    ticket.seconds[state] = end_s  # type: ignore[index]
+                file.append(scribe.save(ticket, spans))
+        file.close()
+
     def play(self, *, crash: bool = True, proof: bool = True) -> Path:
         """A whole run: decisions, a crash, a resume, the final decay, a finished model."""
         n, every = self.steps, max(1, self.steps // 16)
@@ -214,6 +257,7 @@ class RunWriter:
                 )  # fmt: skip
             step += 1
         self.evaluate(n, finished=True)
+        self.trace()
         self.bill("finish", n, 2.2)
         self.close()
         self.json(

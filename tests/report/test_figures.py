@@ -330,3 +330,15 @@ def test_the_proof_lists_both_losses_and_their_difference(check_svg: Check) -> N
         ("2", "2.0000", "2.5000", "0.5"),
         ("3", "not a number", "1.0000", "unknown"),
     )
+
+
+def test_saves_are_shown_where_there_was_one(full_run: Path, check_svg: Check) -> None:
+    shown = build(load(full_run))
+    typical, worst = figures.save_figures(shown)
+    both_ways(typical, check_svg)
+    both_ways(worst, check_svg)
+    assert "61 ms" in worst.wide
+    assert ("write", "write", "80 ms") in {row[1:] for row in worst.tables[0].rows}
+    assert "waited 3.9 ms for a typical one and 61 ms for the worst" in figures.saves_lead(shown)
+    assert figures.save_figures(view()) == ()
+    assert figures.saves_lead(view()) == ""

@@ -15,7 +15,7 @@ from eke.report import loss_svg, write_report
 from eke.report.render import write_whole
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
-SECTIONS = ["headline", "loss", "budget", "lengths", "proof", "decisions", "configuration"]
+SECTIONS = ["headline", "loss", "budget", "lengths", "saves", "proof", "decisions", "configuration"]
 
 
 class Page(HTMLParser):
@@ -168,7 +168,9 @@ def test_whatever_a_crash_leaves_has_a_report(
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     page = check_page(write_report(tmp_path))
-    assert [i for i in page.ids if i in SECTIONS] == [s for s in SECTIONS if s != "proof"]
+    assert [i for i in page.ids if i in SECTIONS] == [
+        s for s in SECTIONS if s not in ("saves", "proof")
+    ]
     check_svg(loss_svg(tmp_path))
 
 

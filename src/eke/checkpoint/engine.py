@@ -218,6 +218,7 @@ class Engine:
     def charge(self, ticket: Ticket, seconds: float) -> None:
         """Training has waited so long for a save."""
         ticket.stall_s += seconds
+        ticket.marks.waited(seconds)
         self.stall_s += seconds
 
     def _stuck(self) -> bool:
@@ -285,6 +286,7 @@ class Engine:
         assert self._pool is not None
         error: BaseException | None = None
         same = False
+        began = time.perf_counter()
         try:
             if isinstance(what, Check):
                 same = task.same(what.lane, self._pool.array(slot))
@@ -292,6 +294,7 @@ class Engine:
                 task.fill(what, self._pool.array(slot))
         except BaseException as caught:  # noqa: BLE001 - raised where the save is waited for
             error = caught
+        task.ticket.marks.captured(began, compare=isinstance(what, Check))
         with self._turn:
             self._moved = time.monotonic()
             if error is not None:

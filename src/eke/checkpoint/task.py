@@ -134,18 +134,21 @@ class Save:
         place, talk = self._place, self._talk
         attempt = Attempt(place.storage, place.root, self.ticket.step, place.durable, self._token)
         others = range(1, place.here.size) if talk is not None else ()
+        during = self.ticket.marks.during
         try:
             clean(place.storage, place.root)
             attempt.begin()
             if talk is not None:
                 talk.tell("begun", {})
             reports = [self._write(attempt.path, blocks)]
-            for rank in others:
-                assert talk is not None
-                reports.append(self._opened(rank, talk.hear(["report"], rank)))
+            with during("commit", "other ranks"):
+                for rank in others:
+                    assert talk is not None
+                    reports.append(self._opened(rank, talk.hear(["report"], rank)))
             manifest = self._manifest(reports)
             data = serialise(manifest)
-            path = attempt.commit(data)
+            with during("commit", "commit"):
+                path = attempt.commit(data)
             linked = {name for report in reports for name in report["linked"]}
             size = len(data) + sum(
                 entry.bytes for name, entry in manifest.files.items() if name not in linked
@@ -158,7 +161,8 @@ class Save:
         finally:
             attempt.abort()
             self._farewell()
-        self._expire()
+        with during("commit", "retention"):
+            self._expire()
         return size
 
     def _done(self, outcome: dict[str, Any]) -> None:
@@ -219,7 +223,9 @@ class Save:
             "aliases": self._aliases,
             "linked": [],
         }
-        self._write_objects(directory, report)
+        during = self.ticket.marks.during
+        with during("write", "objects"):
+            self._write_objects(directory, report)
         writers: dict[int, LaneWriter] = {}
         path = directory
         try:
@@ -229,16 +235,19 @@ class Save:
                 lane = self._lanes[what.lane]
                 path = directory / lane.file
                 if isinstance(what, Link):
-                    part = self._place.previous.link(lane, directory, durable)
+                    with during("write", "link"):
+                        part = self._place.previous.link(lane, directory, durable)
                     report["linked"].append(lane.file)
                 else:
                     assert data is not None
                     if what.lane not in writers:
                         writers[what.lane] = LaneWriter(storage, directory, lane)
-                    writers[what.lane].write(what.block, data)
+                    with during("write", "write"):
+                        writers[what.lane].write(what.block, data)
                     if what.block + 1 < len(lane.blocks):
                         continue
-                    part = writers.pop(what.lane).finish(durable)
+                    with during("write", "fsync"):
+                        part = writers.pop(what.lane).finish(durable)
                 report["files"] |= part["files"]
                 report["tensors"] |= part["tensors"]
         except OSError as error:

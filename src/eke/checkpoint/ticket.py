@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from eke.budget.bill import Bill
+from eke.checkpoint.timeline import Marks, Span
 from eke.errors import EkeError, InputError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Ticket:
         error: what it failed with.
         seconds: when each state was reached, in seconds since `save` was called.
         stall_s: how long training has waited for it on this rank, up to now.
+        marks: where its time went; `spans` are what it has marked so far.
     """
 
     def __init__(self, step: int, path: Path, engine: Engine | None = None) -> None:
@@ -55,7 +57,8 @@ class Ticket:
         self.stall_s = 0.0
         self._state: State = "capturing"
         self._engine = engine
-        self._began = time.perf_counter()
+        self.marks = Marks()
+        self._began = self.marks.began_s
 
     @property
     def state(self) -> State:
@@ -68,6 +71,11 @@ class Ticket:
         return self._state in ("committed", "failed")
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        """What training, capture, writing and commit did for it on this rank, up to now."""
+        return self.marks.spans
+
+    @property
     def bill(self) -> Bill:
         """What it has cost training on this rank so far: measured seconds of waiting."""
         return Bill(who="checkpoint", what="checkpoint", step=self.step, seconds=self.stall_s)
@@ -76,8 +84,9 @@ class Ticket:
         """Move on to a later state; the engine calls this."""
         if self.final or (state != "failed" and reaches(self._state, state)):
             raise ValueError(f"a save that is {self._state} cannot become {state}")
-        self._state = state
+        # Whoever sees a state may ask at once when it was reached.
         self.seconds[state] = time.perf_counter() - self._began
+        self._state = state
 
     def wait(self, state: State = "committed", timeout: float | None = None) -> Ticket:
         """Wait until it has got as far as `state`; returns itself.

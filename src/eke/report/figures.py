@@ -14,6 +14,8 @@ from eke.report import charts
 from eke.report.accounting import Amount
 from eke.report.frame import tick_text
 from eke.report.loss_chart import cut_points, loss_chart, losses, unnamed_marks
+from eke.report.save_chart import milliseconds, save_chart
+from eke.report.saves import LANES, SaveView
 from eke.report.scales import LIMIT_POINTS, Point
 from eke.report.text import UNKNOWN, amount, count, duration, loss, power, share
 from eke.report.view import RunView
@@ -284,3 +286,42 @@ def proof_figure(view: RunView) -> Figure | None:
         "Losses", ("step", "never stopped", "killed and resumed", "difference"), rows, (0, 1, 2, 3)
     )
     return Figure(wide, narrow, shown.what, (table,))
+
+
+def save_figures(view: RunView) -> tuple[Figure, ...]:
+    """Where the time of the typical save went, and of the worst; nothing without a save."""
+    if view.saves is None:
+        return ()
+    worst, typical = view.saves.worst, view.saves.typical
+    shown = [("The worst save" if typical else "The save", worst, "save-worst")]
+    if typical is not None:
+        shown.insert(0, ("A typical save", typical, "save-typical"))
+    return tuple(_save_figure(heading, save, name) for heading, save, name in shown)
+
+
+def _save_figure(heading: str, save: SaveView, name: str) -> Figure:
+    wide, narrow = both(lambda w, n: save_chart(save, heading=heading, width=w, name=n), name)
+    bits = [("training", bit) for bit in save.stalls]
+    bits += [(lane, bit) for lane in LANES[1:] for bit in save.lanes.get(lane, ())]
+    rows = [
+        (f"{bit.begin_ms:,.1f}", lane, bit.name, milliseconds(bit.ms))
+        for lane, bit in sorted(bits, key=lambda one: one[1].begin_ms)
+    ]
+    table = numbers(heading, ("at (ms)", "lane", "what", "took"), rows, (0, 3))
+    return Figure(wide, narrow, "", (table,) if rows else ())
+
+
+def saves_lead(view: RunView) -> str:
+    """What the pictures of saves say, in sentences."""
+    if view.saves is None:
+        return ""
+    worst, typical = view.saves.worst, view.saves.typical
+    if typical is None:
+        waited = f"Training waited {milliseconds(worst.stall_ms)} for the save in trace.json."
+    else:
+        waited = (
+            f"Of the {count(len(view.saves.stalls_ms))} saves in trace.json, training waited "
+            f"{milliseconds(typical.stall_ms)} for a typical one and "
+            f"{milliseconds(worst.stall_ms)} for the worst."
+        )
+    return waited + " The rest of a save goes on in the background, while training does too."

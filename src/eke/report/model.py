@@ -18,6 +18,7 @@ from eke.budget.jsonl import RESUME, Record, effective
 from eke.errors import InputError
 from eke.report.accounting import Accounts, add_up
 from eke.report.records import RunFiles
+from eke.report.saves import saves_of
 from eke.report.text import clean, flatten, number, plain, whole
 from eke.report.view import (
     DecisionRow,
@@ -310,4 +311,5 @@ def build(files: RunFiles) -> RunView:
         last_losses=_floats(eval_records[-1].get("losses")) if eval_records else (),
         weights=next((w for w in weighted if w), ()),
         notices=tuple(notices),
+        saves=saves_of(files.trace),
     )

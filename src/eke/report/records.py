@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eke.budget.jsonl import RESUME, Record, read_records
+from eke.budget.trace import Event, read_trace
 from eke.errors import EkeError, InputError
 
 if sys.version_info >= (3, 11):
@@ -39,6 +40,7 @@ class RunFiles:
     plan: Mapping[str, Any] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
     proof: Mapping[str, Any] = field(default_factory=dict)
+    trace: tuple[Event, ...] = ()
     notices: tuple[str, ...] = ()
 
 
@@ -100,5 +102,6 @@ def load(run_dir: str | os.PathLike[str]) -> RunFiles:
         plan=_table(root / "plan.json", notices),
         status=_table(root / "status.json", notices),
         proof=_table(root / "resume_proof.json", notices),
+        trace=tuple(read_trace(root / "trace.json")),
         notices=tuple(notices),
     )

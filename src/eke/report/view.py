@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eke.report.accounting import Accounts
+from eke.report.saves import Saves
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class RunView:
         x_unit: "flops", or "step" for records without FLOPs.
         budget_end_x: where on the axis the budget ends, at the rate of the run; None if unknown.
         last_losses, weights: per held-out example, for pairing with another run.
+        saves: None if the trace holds no save that ended.
     """
 
     name: str
@@ -156,6 +158,7 @@ class RunView:
     last_losses: tuple[float | None, ...] = ()
     weights: tuple[float | None, ...] = ()
     notices: tuple[str, ...] = ()
+    saves: Saves | None = None
 
     @property
     def final(self) -> EvalPoint | None:

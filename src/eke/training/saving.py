@@ -118,7 +118,9 @@ class Saving:
         # Every rank's state is the same, so that it restores on any number of ranks.
         s.state.offsets = agreed(s.run.offsets() if world().is_main else None)
         self._saver.protect({b for b in (s.state.best_step,) if b is not None})
+        s.timeline.gather()
         self._ticket = self._saver.save(s.state.step)
+        s.timeline.saving(self._ticket)
         s.charge("checkpoint")
         self._billed_s = self._saver.stall_s
         self._last = time.perf_counter()
@@ -142,6 +144,7 @@ class Saving:
             s.gather("govern")
             self._saver.wait()
             s.charge("checkpoint")
+        s.timeline.settled()
         self._learn()
 
     def close(self) -> None:

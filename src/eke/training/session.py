@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from eke.budget import Activity, Budget, Decision
@@ -19,8 +19,18 @@ from eke.training.config import RunConfig
 from eke.training.rundir import RunDir
 from eke.training.setup import Prepared
 from eke.training.state import RunState
+from eke.training.timeline import Timeline
 
 Observer = Callable[[Mapping[str, Any]], None]
+
+LAP_NAMES = {
+    "startup": "start",
+    "wait": "data",
+    "eval": "evaluation",
+    "checkpoint": "save",
+    "govern": "decide and log",
+}
+"""What an activity is called on the timeline."""
 
 
 def steadfast(observer: Observer) -> Observer:
@@ -54,6 +64,7 @@ class Session:
         save_s, eval_s: seconds that a save (until it is committed) and an evaluation take, as
             measured last or guessed.
         stall_s: how long training waited for the last save; None before one is measured.
+        timeline: what this rank did when.
     """
 
     prepared: Prepared
@@ -65,6 +76,7 @@ class Session:
     save_s: float
     eval_s: float = 0.0
     stall_s: float | None = None
+    timeline: Timeline = field(default_factory=Timeline)
 
     @property
     def config(self) -> RunConfig:
@@ -125,12 +137,14 @@ class Session:
 
     def charge(self, what: Activity, flops: float = 0.0) -> float:
         """Bill the time since the last bill to `what`; returns its seconds (0 without a clock)."""
+        self.timeline.lap(LAP_NAMES.get(what, what))
         if self.biller is None:
             return 0.0
         return self.biller.charge(what, self.state.step, flops)
 
     def gather(self, what: Activity) -> None:
         """The same for crumbs of time, billed when enough has gathered."""
+        self.timeline.lap(LAP_NAMES.get(what, what))
         if self.biller is not None:
             self.biller.gather(what, self.state.step)
 

@@ -114,6 +114,7 @@ class Stepper:
             loss_sum += micro_sum.detach().double().cpu()
         clip = s.config.optimizer.clip or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(p.model.parameters(), clip))
+        s.timeline.lap("forward and backward")
         views = gather_objects([float(loss_sum), norm, signalled, save_due])
         loss = math.fsum(v[0] for v in views) / max(1, block.label_tokens)
         finite = math.isfinite(loss) and all(math.isfinite(v[1]) for v in views)
@@ -127,6 +128,7 @@ class Stepper:
         state.dropped = counts["empty"] + counts["skipped"]
         state.tokens += block.tokens
         state.flops += flops
+        s.timeline.lap("optimizer")
         self._log(block, flops, loss, norm, lr, spent, finite)
         return StepOutcome(loss, norm, finite, any(v[2] for v in views), bool(views[0][3]))
 

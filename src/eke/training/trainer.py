@@ -45,6 +45,7 @@ from eke.training.session import Observer, Session, agreed, steadfast
 from eke.training.setup import Prepared, pick_device, prepare
 from eke.training.state import RunState
 from eke.training.stepping import Stepper, build_optimizer
+from eke.training.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Trainer:
         self._whole_process = whole_process
         self._born = 0.0
         self._biller: Biller | None = None
+        self._timeline: Timeline | None = None
         self._last_words = last_words
         self._signal: int | None = None
         self._state = RunState()
@@ -139,6 +141,8 @@ class Trainer:
                 self._failed(run, error, nothing_done=stored is None and self._state.step == 0)
             raise
         finally:
+            if self._timeline is not None:
+                self._timeline.close()
             run.close()
 
     def _failed(self, run: RunDir, error: BaseException, *, nothing_done: bool) -> None:
@@ -181,6 +185,8 @@ class Trainer:
             if world().is_main:
                 run.write_status("running", step=self._state.step, pid=os.getpid())
             session.charge("startup")
+            if found:
+                session.timeline.event("resumed", step=self._state.step)
             move = self._loop(session, loader, stepper, saving, oversight)
             if move is None:
                 return self._interrupted(session, saving, resumed)
@@ -202,6 +208,8 @@ class Trainer:
             self._check_data(prepared, run)
             run.write_config(prepared.config)
             run.write_json("plan.json", plan_of(prepared, budget))
+        trace = run.path / "trace.json" if world().is_main else None
+        self._timeline = Timeline(trace, self._born)
         # Until a save is measured: 12 bytes a parameter at 200 MB/s.
         guess_s = prepared.shape.n_parameters * 12 / 200e6
         evals = [b.seconds or 0.0 for b in run.ledger.bills if b.what == "eval"] if biller else []
@@ -214,6 +222,7 @@ class Trainer:
             self._observer,
             save_s=guess_s,
             eval_s=max(evals, default=0.0),
+            timeline=self._timeline,
         )
 
     @staticmethod
@@ -278,6 +287,7 @@ class Trainer:
             oversight.check_one_step_fits()
             oversight.evaluate()
         oversight.pace()
+        session.timeline.outside()
         for block in loader.blocks():
             session.gather("wait")
             cost, spent, finish = agreed(
@@ -303,6 +313,7 @@ class Trainer:
             elif outcome.save_due:
                 saving.save()
             session.gather("govern")
+            session.timeline.turn(state.step)
             if outcome.signalled:
                 return None
         return Move("finish", "every epoch is done", "epochs")
