@@ -16,7 +16,7 @@ from eke.budget.bill import ACTIVITIES, Bill
 from eke.budget.jsonl import Record
 from eke.report import figures
 from eke.report.accounting import Accounts, add_up
-from eke.report.model import build
+from eke.report.model import _cadence, build
 from eke.report.records import load
 from eke.report.view import (
     DecisionRow,
@@ -335,10 +335,15 @@ def test_the_proof_lists_both_losses_and_their_difference(check_svg: Check) -> N
 def test_saves_are_shown_where_there_was_one(full_run: Path, check_svg: Check) -> None:
     shown = build(load(full_run))
     typical, worst = figures.save_figures(shown)
+    cadence = {"seconds": 42.0, "cost_s": 0.02, "reason": "this loses least"}
     both_ways(typical, check_svg)
     both_ways(worst, check_svg)
     assert "61 ms" in worst.wide
     assert ("write", "write", "80 ms") in {row[1:] for row in worst.tables[0].rows}
     assert "waited 3.9 ms for a typical one and 61 ms for the worst" in figures.saves_lead(shown)
+    assert "came to save every 42.0s, at a cost of 20ms a save: this loses" in figures.saves_lead(
+        replace(shown, cadence=_cadence([cadence]))
+    )
+    assert _cadence([]) == _cadence([{"seconds": None}]) == ""
     assert figures.save_figures(view()) == ()
     assert figures.saves_lead(view()) == ""

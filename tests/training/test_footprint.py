@@ -14,9 +14,12 @@ from eke.budget.flops import BlockShape, DecoderShape
 from eke.models import shape_of
 from eke.training.footprint import (
     LEAST_MICRO_TOKENS,
+    LEAST_POOL_BYTES,
+    MOST_POOL_BYTES,
     RUNTIME_BYTES,
     footprint,
     largest_micro_tokens,
+    pool_bytes,
 )
 
 
@@ -114,3 +117,21 @@ def test_the_largest_that_fits(shape: DecoderShape, limit: int, most: int, width
     fits = [n for n in candidates if footprint(shape, n, compute_bytes=width).total <= limit]
     found = largest_micro_tokens(shape, limit, compute_bytes=width, most=most)
     assert found == max(fits, default=0)
+
+
+@given(st.integers(0, 10**13), st.integers(-(10**10), 10**11))
+def test_the_pool_is_an_eighth_of_the_state_within_its_bounds(state: int, room: int) -> None:
+    free, bounded = pool_bytes(state), pool_bytes(state, room)
+    assert LEAST_POOL_BYTES <= bounded <= free <= MOST_POOL_BYTES
+    if 8 * LEAST_POOL_BYTES <= state <= 8 * MOST_POOL_BYTES:
+        assert 8 * (free - 1) < state <= 8 * free
+    if room >= LEAST_POOL_BYTES:
+        assert bounded == min(free, room)
+
+
+@given(shapes(), st.integers(2, 10**4), st.integers(0, 2**30))
+def test_the_pool_counts(shape: DecoderShape, tokens: int, pool: int) -> None:
+    assert footprint(shape, tokens, pool=pool).total == footprint(shape, tokens).total + pool
+    limit = footprint(shape, 128, pool=pool).total
+    assert largest_micro_tokens(shape, limit, most=4096, pool=pool) == 128
+    assert largest_micro_tokens(shape, limit - 1, most=4096, pool=pool) == 64

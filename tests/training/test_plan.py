@@ -39,7 +39,10 @@ def test_what_is_counted(prepared: Prepared) -> None:
     assert plan["parameters"] == plan["trained_parameters"] == parameters
     assert sum(plan["parameters_by_group"].values()) == parameters
     assert plan["checkpoint_bytes"] == 12 * parameters
-    assert plan["memory_bytes"] == footprint(prepared.shape, 128).terms()
+    pool = plan["checkpoint"]["pool_bytes"]
+    assert pool == 2**20  # an eighth of this state would be less than the least
+    assert plan["memory_bytes"] == footprint(prepared.shape, 128, pool=pool).terms()
+    assert plan["memory_bytes"]["checkpoint pool"] == pool
     assert plan["memory_total_bytes"] == sum(plan["memory_bytes"].values())
     assert plan["corpus"] == prepared.corpus
     assert plan["limits"] == {"epochs": 2}
@@ -70,6 +73,26 @@ def test_time_and_money_come_from_the_speed_of_all_ranks(prepared: Prepared) -> 
     assert one["seconds"] == one["flops"] / 1e9
     assert four["seconds"] == one["seconds"] / 4
     assert one["money"] == one["seconds"]
+    assert one["currency"] == "USD"
+
+
+def test_what_saves_are_expected_to_cost(prepared: Prepared) -> None:
+    def saves(flops_per_s: float | None, **checkpoint: Any) -> dict[str, Any]:
+        config = prepared.config.with_values({"checkpoint": checkpoint})
+        known = timed(replace(prepared, config=config), flops_per_s)
+        return dict(plan_of(known, Budget(steps=9))["checkpoint"])
+
+    slow = saves(1e6, every="auto")
+    assert slow["stall_s"] == pytest.approx(0.005)  # a step outlasts the copy
+    assert slow["share"] == slow["stall_s"] / slow["interval_s"] <= 0.02
+    fast = saves(1e15, every="auto")
+    assert 0.005 < fast["stall_s"] <= fast["save_s"]
+    assert saves(1e15, every="2m")["interval_s"] == 120
+    plan = plan_of(timed(prepared, 1e6), Budget(steps=9))
+    step_s = plan["seconds"] / plan["steps"]
+    assert saves(1e6, every="50 steps")["interval_s"] == pytest.approx(50 * step_s, rel=0.01)
+    unknown = saves(None, every="50 steps")
+    assert (unknown["stall_s"], unknown["interval_s"], unknown["share"]) == (None, None, None)
 
 
 def test_what_is_unknown_is_none(prepared: Prepared) -> None:

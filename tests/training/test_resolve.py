@@ -13,7 +13,12 @@ from eke.budget import Budget
 from eke.budget.flops import BlockShape, DecoderShape, flops_per_token, forward_flops
 from eke.errors import InputError
 from eke.training.config import RunConfig
-from eke.training.footprint import footprint
+from eke.training.footprint import (
+    LEAST_POOL_BYTES,
+    footprint,
+    pool_bytes,
+    state_bytes,
+)
 from eke.training.resolve import (
     MOST_MICRO_TOKENS,
     POLICIES,
@@ -138,7 +143,8 @@ def test_what_was_chosen_is_of_use(known: Facts, sections: dict[str, dict[str, A
         micro = config.batch.micro_tokens
         assert isinstance(micro, int)
         assert micro <= MOST_MICRO_TOKENS[known.device]
-        assert footprint(known.shape, micro).total <= 0.6 * known.free_bytes
+        pool = int(config.checkpoint.pool)
+        assert footprint(known.shape, micro, pool=pool).total <= 0.6 * known.free_bytes
     if ("data", "eval_examples") not in chosen_here:
         assert 2 <= int(config.data.eval_examples) <= min(512, known.n_eval)
     if ("optimizer", "warmup_steps") not in chosen_here:
@@ -160,14 +166,30 @@ def test_a_model_that_is_too_large_is_refused() -> None:
 
 
 def test_micro_batches_shrink_to_fit() -> None:
-    limit, known = footprint(FACTS.shape, 256).total, replace(FACTS, lengths=[100])
+    pool = pool_bytes(state_bytes(FACTS.shape))
+    limit, known = footprint(FACTS.shape, 256, pool=pool).total, replace(FACTS, lengths=[100])
     exactly = resolve(config_with(budget={"memory": limit}), known)
-    assert exactly.batch.micro_tokens == 256
+    assert (exactly.batch.micro_tokens, exactly.checkpoint.pool) == (256, pool)
     assert resolve(config_with(budget={"memory": limit - 1}), known).batch.micro_tokens == 128
 
 
+def test_the_pool_shrinks_before_the_longest_sample_is_refused() -> None:
+    known = replace(FACTS, shape=shape_of_width(1024), lengths=[200])
+    wished = pool_bytes(state_bytes(known.shape))
+    for left in (wished - 1, LEAST_POOL_BYTES):
+        limit = footprint(known.shape, 256).total + left
+        found = resolve(config_with(budget={"memory": limit}), known)
+        assert (found.batch.micro_tokens, found.checkpoint.pool) == (256, left)
+    with pytest.raises(InputError, match=r"200 tokens .*data\.max_length to 128"):
+        resolve(config_with(budget={"memory": limit - 1}), known)
+    set_ = {"budget": {"memory": limit}, "checkpoint": {"pool": LEAST_POOL_BYTES + 1}}
+    with pytest.raises(InputError, match=r"200 tokens"):
+        resolve(config_with(**set_), known)
+
+
 def test_what_was_asked_for_must_fit_into_the_limit_that_was_asked_for() -> None:
-    asked = {"budget": {"memory": footprint(FACTS.shape, 300).total}}
+    memory = footprint(FACTS.shape, 300, pool=LEAST_POOL_BYTES).total
+    asked = {"budget": {"memory": memory}}
     fits = config_with(**asked, batch={"micro_tokens": 300})
     assert resolve(fits, FACTS).batch.micro_tokens == 300
     with pytest.raises(InputError, match=r"301 tokens .* lower batch\.micro_tokens to 256"):
@@ -189,7 +211,7 @@ def test_a_long_context_that_no_sample_uses_asks_for_no_memory() -> None:
 
 
 def test_a_sample_that_does_not_fit_is_refused() -> None:
-    memory = footprint(FACTS.shape, 512).total
+    memory = footprint(FACTS.shape, 512, pool=LEAST_POOL_BYTES).total
     config, known = config_with(budget={"memory": memory}), replace(FACTS, lengths=[600])
     with pytest.raises(InputError, match=r"600 tokens .* data\.max_length to 512"):
         resolve(config, known)

@@ -23,26 +23,13 @@ from eke.training import saving as saving_module
 from eke.training.billing import Biller
 from eke.training.config import RunConfig
 from eke.training.rundir import RunDir
-from eke.training.saving import LEAST_AUTO_S, Saving, auto_interval_s, first_lost
+from eke.training.saving import Saving, first_lost
 from eke.training.session import Session
 from eke.training.setup import Prepared, prepare
 from eke.training.state import RunState
 from eke.training.stepping import build_optimizer
 
 # ---------------------------------------------------------------------- the cadence
-
-
-@given(st.floats(0, 600), st.floats(60, 1e7))
-def test_the_interval_loses_least(save_s: float, mtbf_s: float) -> None:
-    """Against the lost share of time, by trying other intervals."""
-    found = auto_interval_s(save_s, mtbf_s)
-    assert found >= LEAST_AUTO_S
-
-    def lost_share(interval_s: float) -> float:
-        return save_s / interval_s + interval_s / (2 * mtbf_s)
-
-    others = [found * f for f in (0.5, 0.8, 0.95, 1.05, 1.25, 2) if found * f >= LEAST_AUTO_S]
-    assert all(lost_share(found) <= lost_share(other) * (1 + 1e-9) for other in others)
 
 
 class Hand:
@@ -168,6 +155,37 @@ def test_due_by_what_saves_and_failures_cost(make: Make, hand: Hand) -> None:
     assert not saving.due()
     hand.now_s += interval_s
     assert saving.due()
+
+
+def test_what_auto_decides_is_logged_with_its_reason_once(make: Make, hand: Hand) -> None:
+    saving, session = make(every="auto", mtbf="1h")
+    session.stall_s, session.save_s = 0.02, 0.5
+    for _ in range(3):
+        saving.due()
+    session.stall_s = 1.0
+    saving.due()
+    records = [r.value for r in read_records(session.run.path / "decisions.jsonl")]
+    assert [r["kind"] for r in records] == ["cadence", "cadence"]
+    first, second = records
+    assert (first["seconds"], first["why"]) == (math.sqrt(2 * 0.02 * 3600), "failures")
+    assert (second["seconds"], second["why"], second["share"]) == (
+        math.sqrt(2 * 1.0 * 3600), "failures", pytest.approx(1 / math.sqrt(7200))
+    )  # fmt: skip
+    assert first["reason"].startswith("this loses least")
+
+
+def test_steps_that_a_save_slows_are_part_of_its_cost(make: Make, hand: Hand) -> None:
+    saving, session = make(every="auto", mtbf="1h")
+    for _ in range(4):
+        session.slow_down.step(1.0, 1e6)
+    train(session)
+    saving.save()
+    session.slow_down.step(1.5, 1e6)
+    session.slow_down.step(1.25, 1e6)
+    assert saving.newest() == 1  # waits for it, and learns what it cost
+    assert session.slow_down.background_s == pytest.approx(0.75)
+    session.slow_down.step(9.0, 1e6)  # a slow step without a save is not a save's
+    assert session.slow_down.background_s == pytest.approx(0.75)
 
 
 # ---------------------------------------------------------------------- a save

@@ -62,6 +62,7 @@ def describe(quote: dict[str, Any]) -> list[str]:
         ("speed", known(quote["flops_per_s"], lambda x: format_count(x, "FLOP/s"))),
         ("time", known(quote["seconds"], format_duration)),
         ("checkpoint", format_bytes(quote["checkpoint_bytes"])),
+        ("saves", _saves(quote["checkpoint"])),
         (
             "memory",
             f"{format_bytes(quote['memory_total_bytes'])} with micro-batches of "
@@ -70,5 +71,19 @@ def describe(quote: dict[str, Any]) -> list[str]:
         *((f"  {term}", format_bytes(n)) for term, n in quote["memory_bytes"].items()),
     ]
     if quote["money"] is not None:
-        rows.insert(10, ("cost", f"about {quote['money']:.2f}"))
+        cost = f"about {quote['money']:,.2f} {quote['currency'] or ''}".rstrip()
+        rows.insert([name for name, _ in rows].index("checkpoint"), ("cost", cost))
     return [f"{name:<20}{value}" for name, value in rows]
+
+
+def _saves(saves: dict[str, Any]) -> str:
+    from eke.budget.units import format_duration
+
+    every, interval_s, stall_s = saves["every"], saves["interval_s"], saves["stall_s"]
+    text = f"every {every}" if every != "auto" else f"about every {format_duration(interval_s)}"
+    if every != "auto" and interval_s is not None and every[-1].isalpha() and "step" in every:
+        text += f" (about {format_duration(interval_s)})"
+    if stall_s is None:
+        return f"{text}, until a save is measured"
+    text += f", training waits about {format_duration(stall_s)} for each"
+    return text if saves["share"] is None else f"{text} ({100 * saves['share']:.2g} % of the time)"

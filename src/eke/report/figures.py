@@ -324,4 +324,5 @@ def saves_lead(view: RunView) -> str:
             f"{milliseconds(typical.stall_ms)} for a typical one and "
             f"{milliseconds(worst.stall_ms)} for the worst."
         )
-    return waited + " The rest of a save goes on in the background, while training does too."
+    waited += " The rest of a save goes on in the background, while training does too."
+    return f"{waited} {view.cadence}".rstrip()

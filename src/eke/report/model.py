@@ -19,7 +19,7 @@ from eke.errors import InputError
 from eke.report.accounting import Accounts, add_up
 from eke.report.records import RunFiles
 from eke.report.saves import saves_of
-from eke.report.text import clean, flatten, number, plain, whole
+from eke.report.text import clean, duration, flatten, number, plain, whole
 from eke.report.view import (
     DecisionRow,
     EvalPoint,
@@ -251,6 +251,17 @@ def _config(
     return tuple(sections)
 
 
+def _cadence(records: Sequence[Mapping[str, Any]]) -> str:
+    last = records[-1] if records else {}
+    every, cost = number(last.get("seconds")), number(last.get("cost_s"))
+    if every is None or cost is None:
+        return ""
+    return (
+        f"Left to itself, the run came to save every {duration(every)}, at a cost of "
+        f"{duration(cost)} a save: {clean(last.get('reason') or 'no reason was recorded', 300)}."
+    )
+
+
 def _floats(value: object) -> tuple[float | None, ...]:
     return tuple(number(v) for v in value) if isinstance(value, list) else ()
 
@@ -312,4 +323,5 @@ def build(files: RunFiles) -> RunView:
         weights=next((w for w in weighted if w), ()),
         notices=tuple(notices),
         saves=saves_of(files.trace),
+        cadence=_cadence(_values(decisions, "cadence")),
     )

@@ -128,6 +128,7 @@ class RunView:
         budget_end_x: where on the axis the budget ends, at the rate of the run; None if unknown.
         last_losses, weights: per held-out example, for pairing with another run.
         saves: None if the trace holds no save that ended.
+        cadence: how often the run came to save by itself, and why; "" where it was told.
     """
 
     name: str
@@ -159,6 +160,7 @@ class RunView:
     weights: tuple[float | None, ...] = ()
     notices: tuple[str, ...] = ()
     saves: Saves | None = None
+    cadence: str = ""
 
     @property
     def final(self) -> EvalPoint | None:

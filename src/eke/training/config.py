@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from eke.budget.budget import Budget
-from eke.budget.units import parse_count, parse_duration
+from eke.budget.units import parse_bytes, parse_count, parse_duration
 from eke.errors import InputError
 
 if sys.version_info >= (3, 11):
@@ -223,6 +223,7 @@ class CheckpointSection(_Section):
     keep_last: int = Field(3, ge=1)
     keep_every: str | None = None
     mtbf: str | float = "6h"
+    pool: str | int = "auto"
 
     @field_validator("every", mode="before")
     @classmethod
@@ -234,6 +235,13 @@ class CheckpointSection(_Section):
     def _which(cls, value: Any) -> str | None:
         # A saved step knows its number, not its time.
         return None if value is None else _cadence(value, allow_auto=False, allow_time=False)
+
+    @field_validator("pool")
+    @classmethod
+    def _pool(cls, value: str | int) -> str | int:
+        if value != "auto" and parse_bytes(value, "checkpoint.pool") < 2**20:
+            raise ValueError("it is auto, or at least 1MiB")
+        return value
 
     @field_validator("mtbf")
     @classmethod

@@ -16,6 +16,10 @@ from eke.budget.flops import DecoderShape
 RUNTIME_BYTES = 400 * 2**20
 """Resident memory of Python with torch and transformers loaded (measured: 330 to 420 MiB)."""
 
+LEAST_POOL_BYTES, MOST_POOL_BYTES = 2**20, 512 * 2**20
+POOL_SHARE = 8
+"""The pool that saves pass through is this part of the state, within these bounds."""
+
 LEAST_MICRO_TOKENS = 64
 """Below this the machine is busy with overhead."""
 
@@ -30,6 +34,7 @@ class Footprint:
     activations: int
     logits: int
     runtime: int
+    pool: int = 0
 
     @property
     def total(self) -> int:
@@ -41,6 +46,7 @@ class Footprint:
             + self.activations
             + self.logits
             + self.runtime
+            + self.pool
         )
 
     def terms(self) -> dict[str, int]:
@@ -52,16 +58,35 @@ class Footprint:
             "activations": self.activations,
             "logits and loss": self.logits,
             "runtime": self.runtime,
+            "checkpoint pool": self.pool,
         }
 
 
-def footprint(shape: DecoderShape, micro_tokens: int, *, compute_bytes: int = 4) -> Footprint:
+def state_bytes(shape: DecoderShape) -> int:
+    """What a checkpoint holds: fp32 weights, and AdamW's two moments of what is trained."""
+    return shape.n_parameters * 4 + shape.trained_parameters * 8
+
+
+def pool_bytes(state: int, room: int | None = None) -> int:
+    """The pool for saving `state` bytes: an eighth of them, no more than there is `room` for, and
+    between `LEAST_POOL_BYTES` and `MOST_POOL_BYTES`.
+
+    A smaller pool costs time: training waits for the disk where a step is shorter than the copy.
+    """
+    wanted = min(MOST_POOL_BYTES, -(-state // POOL_SHARE))
+    return max(LEAST_POOL_BYTES, wanted if room is None else min(wanted, room))
+
+
+def footprint(
+    shape: DecoderShape, micro_tokens: int, *, compute_bytes: int = 4, pool: int = 0
+) -> Footprint:
     """The closed form for AdamW, everything trained or not as the shape says.
 
     Args:
         shape: the model.
         micro_tokens: positions of the largest micro-batch, padding included.
         compute_bytes: 4 for fp32, 2 for bf16 autocast.
+        pool: what saving takes besides (bytes).
     """
     per_position = 0.0
     for block in shape.blocks:
@@ -75,17 +100,24 @@ def footprint(shape: DecoderShape, micro_tokens: int, *, compute_bytes: int = 4)
         activations=int(per_position * micro_tokens),
         logits=3 * 4 * shape.vocab * micro_tokens,
         runtime=RUNTIME_BYTES,
+        pool=pool,
     )
 
 
 def largest_micro_tokens(
-    shape: DecoderShape, memory_bytes: int, *, compute_bytes: int = 4, most: int = 4096
+    shape: DecoderShape,
+    memory_bytes: int,
+    *,
+    compute_bytes: int = 4,
+    most: int = 4096,
+    pool: int = 0,
 ) -> int:
     """The largest of `most`, `most / 2`, `most / 4`, ... positions that fits; 0 when not even
     `LEAST_MICRO_TOKENS` would."""
     tokens = most
     while tokens >= LEAST_MICRO_TOKENS:
-        if footprint(shape, tokens, compute_bytes=compute_bytes).total <= memory_bytes:
+        need = footprint(shape, tokens, compute_bytes=compute_bytes, pool=pool).total
+        if need <= memory_bytes:
             return tokens
         tokens //= 2
     return 0

@@ -13,10 +13,17 @@ from typing import Any
 
 from eke.budget import Budget
 from eke.budget.flops import DecoderShape, flops_per_token, forward_flops
-from eke.budget.units import format_bytes
+from eke.budget.units import format_bytes, parse_bytes
 from eke.errors import InputError
 from eke.training.config import RunConfig
-from eke.training.footprint import LEAST_MICRO_TOKENS, footprint, largest_micro_tokens
+from eke.training.footprint import (
+    LEAST_MICRO_TOKENS,
+    LEAST_POOL_BYTES,
+    footprint,
+    largest_micro_tokens,
+    pool_bytes,
+    state_bytes,
+)
 
 WANTED_EVALUATIONS = 8
 """The governor needs a regression over [t/2, t] from 40 % of the budget on: about this many."""
@@ -87,7 +94,9 @@ def resolve(config: RunConfig, facts: Facts) -> RunConfig:
         if getattr(getattr(config, section), key) in ("auto", None):
             values.setdefault(section, {})[key] = value
 
-    setting("batch", "micro_tokens", _micro_tokens(config, budget, facts))
+    micro_tokens = _micro_tokens(config, budget, facts)
+    setting("batch", "micro_tokens", micro_tokens)
+    setting("checkpoint", "pool", _pool_bytes(config, budget, facts, micro_tokens))
     tokens = expected_tokens(budget, facts)
     per_step = _per_step(tokens, budget, facts)
     setting("batch", "per_step", f"tokens:{per_step}")
@@ -105,28 +114,34 @@ def _micro_tokens(config: RunConfig, budget: Budget, facts: Facts) -> int:
         InputError: nothing fits into the memory limit, that sample does not, or what the user set
             does not fit into the limit that the user set.
     """
-    compute_bytes = 2 if config.model.dtype == "bf16" else 4
-    limit = budget.memory_bytes or int(facts.free_bytes * MEMORY_SHARE)
+    compute_bytes = _compute_bytes(config)
+    limit = _memory_limit(budget, facts)
     asked = config.batch.micro_tokens
+    pools = _pools(config, facts)
     # The data's own lengths count, not data.max_length: that may be a context of 128 k tokens,
     # which no sample comes near.
     needed = max(LEAST_MICRO_TOKENS, *facts.lengths)
     most = max(MOST_MICRO_TOKENS[facts.device], 1 << (needed - 1).bit_length())
-    fits = largest_micro_tokens(facts.shape, limit, compute_bytes=compute_bytes, most=most)
+    fits = 0
+    for pool in pools:  # a smaller one only where the longest sample would not fit beside it
+        if fits < needed:
+            fits = largest_micro_tokens(
+                facts.shape, limit, compute_bytes=compute_bytes, most=most, pool=pool
+            )
 
     def refuse(tokens: int, fix: str) -> InputError:
-        need = footprint(facts.shape, tokens, compute_bytes=compute_bytes).total
+        need = footprint(facts.shape, tokens, compute_bytes=compute_bytes, pool=pools[-1]).total
         return InputError(
             "this model does not fit into the memory limit",
             value=format_bytes(limit),
-            rule=f"weights, gradients, optimizer state and {tokens:,} tokens at once need about "
-            f"{format_bytes(need)}",
+            rule=f"weights, gradients, optimizer state, a checkpoint pool and {tokens:,} tokens at "
+            f"once need about {format_bytes(need)}",
             fix=fix,
         )
 
     if isinstance(asked, int):
         if budget.memory_bytes is not None:
-            need = footprint(facts.shape, asked, compute_bytes=compute_bytes).total
+            need = footprint(facts.shape, asked, compute_bytes=compute_bytes, pool=pools[-1]).total
             if need > limit:
                 lower = f"lower batch.micro_tokens to {fits}, or " if fits else ""
                 raise refuse(asked, f"Raise budget.memory, {lower}choose a smaller model")
@@ -140,6 +155,27 @@ def _micro_tokens(config: RunConfig, budget: Budget, facts: Facts) -> int:
             "truncate or skip",
         )
     return fits
+
+
+def _compute_bytes(config: RunConfig) -> int:
+    return 2 if config.model.dtype == "bf16" else 4
+
+
+def _memory_limit(budget: Budget, facts: Facts) -> int:
+    return budget.memory_bytes or int(facts.free_bytes * MEMORY_SHARE)
+
+
+def _pools(config: RunConfig, facts: Facts) -> tuple[int, ...]:
+    """Pools to plan with: the wished one, then the least; only the one that the user set."""
+    if config.checkpoint.pool != "auto":
+        return (parse_bytes(config.checkpoint.pool, "checkpoint.pool"),)
+    return pool_bytes(state_bytes(facts.shape)), LEAST_POOL_BYTES
+
+
+def _pool_bytes(config: RunConfig, budget: Budget, facts: Facts, micro_tokens: int) -> int:
+    """The wished pool, or what the micro-batches leave of the memory."""
+    rest = footprint(facts.shape, micro_tokens, compute_bytes=_compute_bytes(config)).total
+    return pool_bytes(state_bytes(facts.shape), _memory_limit(budget, facts) - rest)
 
 
 def _per_step(tokens: float | None, budget: Budget, facts: Facts) -> int:

@@ -6,7 +6,6 @@ on, so that nothing is trained twice and a crash right after it is like any othe
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -18,26 +17,12 @@ from eke.budget.units import parse_duration
 from eke.checkpoint import Checkpointer, CorruptCheckpoint, Ticket
 from eke.distributed import world
 from eke.errors import EkeError, InputError
+from eke.training.cadence import WHY, Interval, auto_interval
 from eke.training.config import Cadence
 from eke.training.session import Session, agreed
 
-LEAST_AUTO_S = 5.0
-"""`every = "auto"` never saves more often than this."""
-BACKGROUND_SHARE = 0.1
-"""Nor so often that a save is under way in the background for more than this share of the time."""
-
-
-def auto_interval_s(stall_s: float, mtbf_s: float, save_s: float = 0.0) -> float:
-    """Seconds between saves that lose least: sqrt(2 x cost of a save x time between failures).
-
-    Source: Young 1974, "A first order approximation to the optimum checkpoint interval".
-
-    Args:
-        stall_s: how long training waits for a save: its cost.
-        mtbf_s: mean time between failures.
-        save_s: from the start of a save to its commit, most of it in the background.
-    """
-    return max(LEAST_AUTO_S, math.sqrt(2.0 * stall_s * mtbf_s), save_s / BACKGROUND_SHARE)
+LOGGED_AT = 1.5
+"""A new interval is logged when it differs from the last one logged by this factor."""
 
 
 def first_lost(records: Sequence[Record], saved_at: int, step: int, end: int) -> int:
@@ -78,7 +63,8 @@ class Saving:
         self._session, self._saver = session, saver
         self._last = time.perf_counter()
         self._ticket: Ticket | None = None
-        self._billed_s = 0.0
+        self._learned: Ticket | None = None
+        self._billed_s = self._logged_s = 0.0
 
     def due(self) -> bool:
         """Whether a save is due once the step under way is done. Only rank 0's answer counts."""
@@ -87,18 +73,38 @@ class Saving:
         every = s.config.checkpoint.every
         since = time.perf_counter() - self._last
         if every == "auto":
-            mtbf_s = parse_duration(s.config.checkpoint.mtbf)
-            stall_s = s.save_s if s.stall_s is None else s.stall_s
-            return since >= auto_interval_s(stall_s, mtbf_s, s.save_s)
+            return since >= self._interval().seconds
         cadence = Cadence.parse(every)
         if cadence.steps is not None:
             return (s.state.step + 1) % cadence.steps == 0
         return since >= (cadence.seconds or 0.0)
 
+    def _interval(self) -> Interval:
+        """What `auto` makes of the saves so far; logged when it changes, so that a reader sees
+        why."""
+        s = self._session
+        found = auto_interval(
+            # Until one is measured, all of a save is taken for its cost.
+            s.save_s if s.stall_s is None else s.stall_s,
+            parse_duration(s.config.checkpoint.mtbf),
+            background_s=s.slow_down.background_s,
+            save_s=s.save_s,
+        )
+        low, high = self._logged_s / LOGGED_AT, self._logged_s * LOGGED_AT
+        if s.stall_s is not None and not low <= found.seconds <= high:
+            self._logged_s = found.seconds
+            record = {"kind": "cadence", "step": s.state.step, **found.to_json()}
+            s.log("decisions", {**record, "reason": WHY[found.why]})
+        return found
+
     def _learn(self) -> None:
-        """Take note of what the last save took, once it is committed."""
+        """Take note of what the last save took, once it is over."""
         ticket = self._ticket
-        if ticket is not None and ticket.state == "committed":
+        if ticket is None or not ticket.final or ticket is self._learned:
+            return
+        self._learned = ticket
+        self._session.slow_down.ended()
+        if ticket.state == "committed":
             self._session.stall_s = ticket.stall_s
             self._session.save_s = ticket.seconds["committed"]
 
@@ -121,6 +127,7 @@ class Saving:
         s.timeline.gather()
         self._ticket = self._saver.save(s.state.step)
         s.timeline.saving(self._ticket)
+        s.slow_down.began()
         s.charge("checkpoint")
         self._billed_s = self._saver.stall_s
         self._last = time.perf_counter()

@@ -15,6 +15,7 @@ from eke.budget import Activity, Budget, Decision
 from eke.budget.jsonl import JsonlFile
 from eke.distributed import gather_objects, world
 from eke.training.billing import Biller
+from eke.training.cadence import SlowDown
 from eke.training.config import RunConfig
 from eke.training.rundir import RunDir
 from eke.training.setup import Prepared
@@ -65,6 +66,7 @@ class Session:
             measured last or guessed.
         stall_s: how long training waited for the last save; None before one is measured.
         timeline: what this rank did when.
+        slow_down: what saves cost training besides waiting, on the rank with the clock.
     """
 
     prepared: Prepared
@@ -77,6 +79,7 @@ class Session:
     eval_s: float = 0.0
     stall_s: float | None = None
     timeline: Timeline = field(default_factory=Timeline)
+    slow_down: SlowDown = field(default_factory=SlowDown)
 
     @property
     def config(self) -> RunConfig:

@@ -167,6 +167,7 @@ class Stepper:
         seconds = s.biller.charge_step(
             state.step, useful_flops=useful, flops=flops, tokens=block.tokens
         )
+        s.slow_down.step(seconds, flops)
         self._slowness = [*self._slowness[1 - SLOWEST_OF :], seconds / flops]
         warmup, cap = s.config.optimizer.warmup_steps, s.config.data.max_length
         assert isinstance(warmup, int)

@@ -263,7 +263,7 @@ class Trainer:
         optimizer = build_optimizer(p.model, c, p.device)
         every = c.checkpoint.keep_every
         keep = Keep(c.checkpoint.keep_last, None if every is None else Cadence.parse(every).steps)
-        saver = Checkpointer(session.run.checkpoints, keep=keep)
+        saver = Checkpointer(session.run.checkpoints, keep=keep, pool=c.checkpoint.pool)
         saver.attach(
             model=p.model, optimizer=optimizer, loader=loader, rng=True, extra={"run": self._state}
         )
