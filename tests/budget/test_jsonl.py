@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ def test_resume_marks_undo_what_was_written_since(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
+import tempfile
 from eke.budget.jsonl import JsonlFile, read_records
 n = len(read_records(sys.argv[1]))
 with JsonlFile(sys.argv[1]) as file:
@@ -242,3 +244,28 @@ def test_closing_twice_is_harmless_and_a_closed_file_takes_nothing(tmp_path: Pat
     with pytest.raises(ValueError, match="was closed"):
         file.append({"n": 1})
     assert [r.value for r in read_records(file.path)] == [{"n": 0}]
+
+
+@given(st.dictionaries(st.text(max_size=3), st.recursive(
+    st.floats() | st.text(max_size=4).filter(lambda t: t not in ("NaN", "Infinity", "-Infinity")),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3),
+    max_leaves=6,
+), max_size=4))  # fmt: skip
+def test_every_line_is_strict_json_and_every_number_comes_back(value: dict[str, Any]) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log.jsonl"
+        with JsonlFile(path) as file:
+            file.append(value)
+        json.loads(path.read_text(), parse_constant=refuse)
+        (record,) = read_records(path)
+        assert repr(record.value) == repr(value)  # nan is not equal to itself
+
+
+def test_the_bare_words_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"loss":NaN,"norm":-Infinity}\n')
+    (record,) = read_records(path)
+    assert repr(record.value) == "{'loss': nan, 'norm': -inf}"

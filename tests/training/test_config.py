@@ -244,6 +244,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "every": auto | cadences | st.just("2m"),
         "keep_last": st.integers(1, 99),
         "keep_every": cadences,
+        "pool": st.just("auto") | st.sampled_from(["1MiB", "64MiB", 2**21]),
         "mtbf": st.just("6h") | st.floats(1, 1e9),
     },
     "log": {"every": st.integers(1, 999)},

@@ -4,6 +4,9 @@ Property: whatever prefix of the file's bytes survives a crash, `read_records` r
 line that was written whole, in order, and nothing else. A writer that opens the file again
 first cuts off a torn last line.
 
+JSON has no numbers that are not finite: they are written as the texts "NaN", "Infinity" and
+"-Infinity", and come back as numbers; so do the bare words that earlier versions wrote.
+
 A run that resumes from a checkpoint does again what the crash undid, so lines that were
 written after the checkpoint no longer describe the run. Nothing is deleted: the writer appends
 a *resume mark* that says from which byte the undone lines start, and `effective` splits a
@@ -13,6 +16,7 @@ file's records into those that stand and those that were undone.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +26,7 @@ from typing import Any, NamedTuple
 from eke.errors import EkeError
 
 RESUME = "resume"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Record(NamedTuple):
@@ -29,6 +34,33 @@ class Record(NamedTuple):
 
     offset: int
     value: dict[str, Any]
+
+
+def _texts(value: Any) -> Any:
+    """A value with texts in place of the numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _texts(one) for key, one in value.items()}
+    return [_texts(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _numbers(value: Any) -> Any:
+    """The inverse of `_texts`."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _numbers(one) for key, one in value.items()}
+    return [_numbers(one) for one in value] if isinstance(value, list) else value
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    """One line of strict JSON."""
+    try:
+        text = json.dumps(dict(value), separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        text = json.dumps(_texts(value), separators=(",", ":"), allow_nan=False)
+    return text.encode() + b"\n"
 
 
 def scan(data: bytes, path: str | os.PathLike[str] | None = None) -> tuple[list[Record], int]:
@@ -60,6 +92,9 @@ def scan(data: bytes, path: str | os.PathLike[str] | None = None) -> tuple[list[
                 rule=None if path is None else f"the file is {os.fspath(path)}",
                 fix="Restore the file from a copy, or delete the run's directory and start anew",
             ) from error
+        line = data[start:end]
+        if b'"NaN"' in line or b'Infinity"' in line:
+            value = _numbers(value)
         records.append(Record(start, value))
         start = end + 1
 
@@ -134,7 +169,7 @@ class JsonlFile:
         """
         if self._fd < 0:
             raise ValueError(f"{self.path} was closed")
-        line = (json.dumps(dict(value), separators=(",", ":")) + "\n").encode()
+        line = _line(value)
         start = self._offset
         view = memoryview(line)
         try:
