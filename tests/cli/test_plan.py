@@ -29,6 +29,15 @@ QUOTE: dict[str, Any] = {
     "memory_bytes": {"weights": 12 * 2**20, "gradients": 2**30},
     "memory_total_bytes": 1.5 * 2**30,
     "checkpoint_bytes": 36 * 2**20,
+    "checkpoint": {
+        "pool_bytes": 2**20,
+        "stall_s": 0.005,
+        "save_s": 0.2,
+        "every": "auto",
+        "interval_s": 12.0,
+        "share": 0.00042,
+    },
+    "currency": None,
     "micro_tokens": 1024,
 }
 
@@ -46,6 +55,8 @@ def test_every_figure_has_its_line() -> None:
         "speed               about 57.7 GFLOP/s",
         "time                about 1h02m",
         "checkpoint          36 MiB",
+        "saves               about every 12.0s, training waits about 5ms for each "
+        "(0.042 % of the time)",
         "memory              1.5 GiB with micro-batches of 1,024 tokens (closed form)",
         "  weights           12 MiB",
         "  gradients         1 GiB",
@@ -59,9 +70,25 @@ def test_what_is_unknown_is_called_so(name: str) -> None:
 
 
 def test_money_comes_after_the_time_that_it_is_made_of() -> None:
-    names = [line.split("  ")[0] for line in describe({**QUOTE, "money": 1.5})]
+    lines = describe({**QUOTE, "money": 1234.5, "currency": "USD"})
+    names = [line.split("  ")[0] for line in lines]
     assert names.index("cost") == names.index("time") + 1
-    assert "cost                about 1.50" in describe({**QUOTE, "money": 1.5})
+    assert "cost                about 1,234.50 USD" in lines
+
+
+@pytest.mark.parametrize(
+    ("saves", "text"),
+    [
+        ({"every": "50 steps", "interval_s": 75.0}, "every 50 steps (about 1m15s), training waits"),
+        ({"every": "2m", "interval_s": 120.0}, "every 2m, training waits about 5ms"),
+        ({"every": "9 steps", "interval_s": None, "stall_s": None, "share": None},
+         "every 9 steps, until a save is measured"),
+    ],
+)  # fmt: skip
+def test_how_often_it_saves(saves: dict[str, Any], text: str) -> None:
+    quote = {**QUOTE, "checkpoint": {**QUOTE["checkpoint"], **saves}}
+    (line,) = (line for line in describe(quote) if line.startswith("saves"))
+    assert text in line
 
 
 def test_a_real_plan_as_json_and_text(python: Callable[..., Any], workplace: Path) -> None:

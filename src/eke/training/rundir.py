@@ -21,6 +21,7 @@ from eke.budget.files import write_atomic
 from eke.budget.jsonl import JsonlFile, Record, read_records
 from eke.errors import InputError
 from eke.training.config import RunConfig
+from eke.training.raising import LIMIT_KEYS
 
 FREE_KEYS = {("run", "dir"), ("run", "name"), ("data", "workers")}
 """Keys that do not change what the run computes, besides all of [log] and [checkpoint]."""
@@ -41,7 +42,7 @@ def differences(stored: RunConfig, given: RunConfig) -> list[tuple[str, Any, Any
     for section, keys in new.items():
         for key, value in keys.items():
             before = old[section][key]
-            if _is_free(section, key, before):
+            if _is_free(section, key, before) and not (section == "budget" and value is None):
                 continue
             left_to_eke = value == "auto" or (section, key, value) == ("batch", "order_seed", None)
             if value != before and not left_to_eke:
@@ -53,6 +54,8 @@ def _is_free(section: str, key: str, before: object) -> bool:
     """Whether a run may go on with another value than `before`."""
     # Where too long a sample is an error, none has been trained on: the policy may still change.
     undecided = (section, key, before) == ("data", "overlength", "error")
+    if section == "budget" and key in LIMIT_KEYS:
+        return before is not None  # a limit that is there; `differences` asks that it stays
     return section in FREE_SECTIONS or (section, key) in FREE_KEYS or undecided
 
 

@@ -27,6 +27,7 @@ class RunState:
         lr_scale: halved when a step was not finite.
         bad_steps: how often that has happened.
         best_step, best_loss: the best evaluation so far that has a checkpoint.
+        limits: those of the budget when this was saved; empty in the first releases' checkpoints.
         rolled_back_to: the step whose weights the governor went back to; None when it did not.
     """
 
@@ -46,6 +47,7 @@ class RunState:
     corpus: str = ""
     governor: dict[str, Any] | None = None
     offsets: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""

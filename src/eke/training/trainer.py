@@ -28,6 +28,7 @@ import torch
 from eke import distributed
 from eke.batching import DynamicLoader
 from eke.budget import Budget, Decision
+from eke.budget.jsonl import read_records
 from eke.budget.meters import process_age_s
 from eke.checkpoint import Checkpointer, Keep
 from eke.distributed import world
@@ -38,6 +39,7 @@ from eke.training.finish import write_model
 from eke.training.limits import Move, next_move
 from eke.training.oversight import Oversight
 from eke.training.plan import plan_of
+from eke.training.raising import check_limits, decay_under, goes_on, progress_of
 from eke.training.resolve import budget_of
 from eke.training.rundir import RunDir, continued, read_status
 from eke.training.saving import Saving, other_data
@@ -121,7 +123,8 @@ class Trainer:
         run = RunDir(self._given.run_dir)
         stored = run.stored_config(self._given)
         status = read_status(run.path)
-        if stored is not None and status.get("state") == "finished":
+        finished = stored is not None and status.get("state") == "finished"
+        if finished and not goes_on(status, budget_of(self._given).limits()):
             return Result(
                 run.path,
                 "finished",
@@ -180,6 +183,7 @@ class Trainer:
             found = saving.restore_newest()
             if stored is not None or (world().is_main and run.silent_starts):
                 saving.account_for_lost_work(crashed=crashed)
+            self._take_limits(session)
             resumed = self._state.step if found else None
             oversight = Oversight(session, saving)
             if world().is_main:
@@ -206,6 +210,10 @@ class Trainer:
                     fix="Use budget.wall_time or budget.cost instead",
                 )
             self._check_data(prepared, run)
+            # Only limits that are new: a run that has just passed one ends as it always does.
+            if run.read_json("plan.json").get("limits") not in (None, budget.limits()):
+                progress = progress_of(read_records(run.path / "metrics.jsonl"))
+                check_limits(budget.limits(), {**biller.spent(), **progress})
             run.write_config(prepared.config)
             run.write_json("plan.json", plan_of(prepared, budget))
         trace = run.path / "trace.json" if world().is_main else None
@@ -224,6 +232,14 @@ class Trainer:
             eval_s=max(evals, default=0.0),
             timeline=self._timeline,
         )
+
+    def _take_limits(self, session: Session) -> None:
+        """Under other limits than the checkpoint's the decay that those asked for is over."""
+        state, limits = self._state, session.budget.limits()
+        if state.limits and state.limits != limits and world().is_main:
+            session.run.ledger.note("limits", before=state.limits, now=limits, step=state.step)
+        state.decay = decay_under(state.decay, state.limits, limits)
+        state.limits = limits
 
     @staticmethod
     def _check_data(prepared: Prepared, run: RunDir) -> None:
@@ -360,7 +376,13 @@ class Trainer:
             p, run = session.prepared, session.run
             write_model(p.model, p.tokenizer, run.path / "model")
             run.write_status(
-                "finished", reason=move.reason, step=step, loss=loss, exit_code=exit_code
+                "finished",
+                reason=move.reason,
+                step=step,
+                loss=loss,
+                exit_code=exit_code,
+                unit=move.unit,
+                limits=session.budget.limits(),
             )
             if self._last_words is not None:
                 self._last_words(run.path)
