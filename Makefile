@@ -2,6 +2,7 @@
 #   make demo      the whole story in a minute or two
 #   make test      the default suite; make test-all adds the slow tests
 #   make lint      format, lint, types, import contracts
+#   make bench     the benchmarks, alone on the machine, with the peers in an environment of their own
 #   TORCH="torch==2.13.0 --index-url ..."  another build of torch than the pinned one
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,11 @@ BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 INSTALLED_DEV = $(VENV)/.installed-dev
 
-.PHONY: demo test test-all lint format bench install dev clean
+# The peers of the benchmarks live apart: they must not decide what the tests run with.
+BENCH_VENV ?= .venv-bench
+INSTALLED_BENCH = $(BENCH_VENV)/.installed
+
+.PHONY: demo test test-all lint format bench bench-env install dev clean
 
 install: $(INSTALLED)
 dev: $(INSTALLED_DEV)
@@ -52,8 +57,16 @@ format: $(INSTALLED_DEV)
 	$(BIN)/ruff format src tests benchmarks
 	$(BIN)/ruff check --fix src tests benchmarks
 
-bench: $(INSTALLED_DEV)
-	$(BIN)/python -m benchmarks
+$(INSTALLED_BENCH): pyproject.toml benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(BENCH_VENV)/bin/python -m pip install --quiet -e '.[train]' -r benchmarks/requirements.txt
+	@touch $@
+
+bench-env: $(INSTALLED_BENCH)
+
+bench: $(INSTALLED_BENCH)
+	$(BENCH_VENV)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

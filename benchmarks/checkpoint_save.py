@@ -1,217 +1,128 @@
-"""Claim: a save costs training less time, less CPU and is durable sooner than any peer's, because
-nothing is copied before `save` returns, memory is used again, and writes go around the page cache.
+"""Claim: `save` returns at once, and what it saves is durable sooner, for less CPU time and less
+memory, than with any peer.
 
-Every arm saves the same state (weights and AdamW of a plain MLP) in a process of its own, the first
-save apart from the later ones, in interleaved order. Figures: `stall` (how long the caller is
-blocked; for eke with the wait at the next update), `durable` (until files and directory are
-fsynced), `CPU` (user and system seconds of the process tree for a save), `memory` (peak resident
-memory above the state's). `EKE_BENCH_MIB` sets the state's size (default 1280).
+Every arm saves the same state several times, in a process of its own: nothing trains meanwhile, so
+an arm's figures are its own. See README.md for the figures and the protocol.
 """
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
-import torch
+from benchmarks import machine
+from benchmarks.claims import KEPT
+from benchmarks.harness import REPETITIONS, Key, answer, arms_wanted, collect, measuring, publish
 
-from benchmarks.harness import interleaved, report
-
-MIB = int(os.environ.get("EKE_BENCH_MIB", "1280"))
-SAVES = 4
-REPETITIONS = int(os.environ.get("EKE_BENCH_REPETITIONS", "10"))
-METRICS = {"stall": "s", "durable": "s", "first": "s", "cpu": "CPU s/GiB", "memory": "MiB"}
-
-
-def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model whose weights and AdamW state take about MIB."""
-    torch.manual_seed(0)
-    layers = max(1, round(MIB / (3 * 16)))
-    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(layers)))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    update(model, optimizer)
-    return model, optimizer
-
-
-def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def sync(path: Path) -> None:
-    """Make a file, or a directory with all its files, durable."""
-    for one in [*(path.rglob("*") if path.is_dir() else ()), path, path.parent]:
-        fd = os.open(one, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-
-
-Save = Callable[[Path, int], tuple[Callable[[], None], Callable[[], None]]]
-"""Starts a save; returns what the next update waits for, and what makes it durable."""
-
-
-def nothing() -> None:
-    pass
-
-
-def eke_saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> Save:
-    from eke import Checkpointer, Keep
-
-    saver = Checkpointer(root / "eke", pool="512MiB", keep=Keep(last=1))
-    saver.attach(model=model, optimizer=optimizer, rng=True)
-
-    def save(_: Path, number: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        ticket = saver.save(number)
-        # The hook of the next update would wait; the benchmark has no forward pass to hide it in.
-        return nothing, lambda: ticket.wait() and None
-
-    return save
-
-
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def torch_saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> Save:
-    def save(path: Path, _: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        torch.save(state_of(model, optimizer), path)
-        return nothing, lambda: sync(path)
-
-    return save
-
-
-def safetensors_saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> Save:
-    from safetensors.torch import save_file
-
-    def save(path: Path, _: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        tensors = {f"model/{k}": v for k, v in model.state_dict().items()}
-        for index, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer/{index}/{k}": v for k, v in state.items()}
-        save_file(tensors, path)
-        return nothing, lambda: sync(path)
-
-    return save
-
-
-def dcp_saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> Save:
-    import torch.distributed.checkpoint as dcp
-
-    def save(path: Path, _: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        dcp.save(state_of(model, optimizer), checkpoint_id=path, no_dist=True)
-        return nothing, lambda: sync(path)
-
-    return save
-
-
-def dcp_async_saver(model: torch.nn.Module, optimizer: torch.optim.Optimizer, root: Path) -> Save:
-    """With a stager that is kept, which is DCP at its best on a CPU."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
-    )
-
-    def save(path: Path, _: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        future: Any = dcp.async_save(
-            state_of(model, optimizer), checkpoint_id=path, async_stager=stager
-        )
-
-        def durable() -> None:
-            getattr(future, "upload_completion", future).result()
-            sync(path)
-
-        return nothing, durable
-
-    return save
-
-
-ARMS = {
-    "eke": eke_saver,
-    "torch.save": torch_saver,
-    "safetensors": safetensors_saver,
-    "dcp.save": dcp_saver,
-    "dcp.async_save, kept": dcp_async_saver,
+UNITS = {
+    "return": "s",
+    "safe": "s",
+    "durable": "s",
+    "first": "s",
+    "cpu": "CPU s/GiB",
+    "memory": "of the state",
+    "bytes": "of the state",
+    "second": "of the state",
 }
+SAVES = {"W1": 4, "W2": 3, "W2+AdamW": 3, "W3": 3, "W4": 6, "W5": 3}
+CORE = ("eke", "torch.save", "safetensors", KEPT)
+"""The arms that claims are about are measured in every repetition, the others in some."""
+OTHERS = (
+    "eke, small pool",
+    "floor",
+    "dcp.save",
+    "dcp.async_save, fresh",
+    "dcp.async_save, process",
+    "torch_checkpointing",
+    "torchsnapshot",
+    "torchsnapshot, async",
+    "lightning, async",
+    "accelerate",
+)
+SECONDS = {"W1": 14.0, "W2": 14.0, "W2+AdamW": 35.0, "W3": 32.0, "W4": 8.0, "W5": 10.0}
+"""About how long one process takes."""
 
 
-def measure(arm: str) -> dict[str, float]:
-    """In a process of its own: the medians of the saves after the first, and the first."""
-    process = psutil.Process()
-    with tempfile.TemporaryDirectory(dir=os.environ.get("EKE_BENCH_DIR")) as where:
-        root = Path(where)
-        model, optimizer = training()
-        save = ARMS[arm](model, optimizer, root)
-        time.sleep(1.0)  # pools are made ready before training starts
-        base = process.memory_info().rss
-        rows = []
-        for number in range(SAVES):
-            path = root / f"save{number}"
-            before = sum(process.cpu_times()[:4])
-            began = time.perf_counter()
-            held, durable = save(path, number)
-            held()
-            stall = time.perf_counter() - began
-            durable()
-            total = time.perf_counter() - began
-            rows.append((stall, total, sum(process.cpu_times()[:4]) - before))
-            update(model, optimizer)
-            if path.exists():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        peak = _peak_bytes()
-    later = sorted(rows[1:], key=lambda row: row[1])[len(rows[1:]) // 2]
-    gib = sum(p.numel() for p in model.parameters()) * 12 / 2**30
-    return {
-        "stall": later[0],
-        "durable": later[1],
-        "first": rows[0][1],
-        "cpu": later[2] / gib,
-        "memory": max(0.0, (peak - base) / 2**20),
-    }
+def plan(repetitions: int) -> dict[Key, int]:
+    """How often each workload and arm is measured."""
+    some, few = min(repetitions, 3), min(repetitions, 2)
+    times: dict[Key, int] = {("W1", arm): repetitions for arm in CORE}
+    times |= {("W1", arm): few for arm in OTHERS}
+    times["W1", "eke, small pool"] = some
+    times |= {("W2", arm): some for arm in ("eke", "dcp.save", KEPT, "safetensors")}
+    times |= {("W2+AdamW", arm): some for arm in ("eke", "dcp.save", KEPT)}
+    times |= {("W3", arm): some for arm in ("eke", "eke, small pool", "safetensors", KEPT)}
+    times |= {("W4", arm): repetitions for arm in ("eke", "pickle", "torch.save")}
+    times["W4", "dcp.save"] = few
+    return times | {("W5", arm): some for arm in ("eke", "torch.save")}
 
 
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return next(int(x.split()[1]) for x in status.splitlines() if x.startswith("VmHWM")) * 1024
+def measure(workload: str, name: str) -> None:
+    """In a process of its own. The first save is apart from the later ones."""
+    from benchmarks.peers import ARMS
+    from benchmarks.states import build
+
+    root = Path(os.environ["EKE_BENCH_HERE"])
+    state = build(workload)
+    state.change()
+    nbytes = state.nbytes or 1
+    for module in ARMS[name].needs:
+        importlib.import_module(module)
+    resident = machine.reset_peak()
+    arm = ARMS[name](state, root)
+    time.sleep(1.0)  # whatever an arm starts may get ready before training would
+    before = machine.counters()
+    rows: list[dict[str, float]] = []
+    known: dict[int, int] = machine.blocks_of(root)
+    for number in range(SAVES[workload]):
+        path = root / f"save{number}"
+        cpu, written = machine.cpu_s(), machine.written_bytes()
+        began = time.perf_counter()
+        arm.save(path, number)
+        returned = time.perf_counter() - began
+        arm.hold()
+        safe = time.perf_counter() - began
+        arm.finish()
+        if not arm.durable:
+            machine.sync_tree(path)
+        durable = time.perf_counter() - began
+        spent = machine.cpu_s() - cpu
+        now = machine.blocks_of(root)
+        new = sum(size for inode, size in now.items() if inode not in known)
+        written = max(new, machine.written_bytes() - written)
+        rows.append(
+            {
+                "return": returned,
+                "safe": safe,
+                "durable": durable,
+                "cpu": spent / (nbytes / 2**30),
+                "bytes": written / nbytes,
+            }
+        )
+        known = now
+        state.change()
+        if path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    extra = (machine.peak_bytes() - resident) / nbytes
+    later = {metric: [row[metric] for row in rows[1:]] for metric in rows[0]}
+    metrics = {**later, "first": [rows[0]["durable"]], "memory": [max(0.0, extra)]}
+    metrics["second"] = [rows[1]["bytes"]]
+    if not state.model:
+        for metric in ("cpu", "bytes", "second", "memory"):
+            metrics.pop(metric)  # shares of a state without tensors
+    answer(metrics, machine.contamination(before, machine.counters()))
 
 
 def main() -> None:
-    if len(sys.argv) > 2 and sys.argv[1] == "--arm":
-        print(json.dumps(measure(sys.argv[2])))
+    if measuring(measure):
         return
-    found: dict[str, dict[str, list[float]]] = {metric: {} for metric in METRICS}
-
-    def run(arm: str) -> float:
-        command = [sys.executable, "-m", "benchmarks.checkpoint_save", "--arm", arm]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        row = json.loads(done.stdout.splitlines()[-1])
-        for metric, value in row.items():
-            found[metric].setdefault(arm, []).append(value)
-        return float(row["durable"])
-
-    arms = {arm: (lambda arm=arm: run(arm)) for arm in ARMS}
-    interleaved(arms, repetitions=REPETITIONS)
-    for metric, unit in METRICS.items():
-        workload = f"{metric}: AdamW state of {MIB} MiB, save {SAVES - 1} of {SAVES}"
-        report("checkpoint_save", workload, unit, found[metric], baseline="eke")
+    every = plan(REPETITIONS)
+    times = {key: every[key] for key in arms_wanted(every)}
+    results = collect("checkpoint_save", times, {key: SECONDS[key[0]] for key in times})
+    publish("checkpoint_save", results, UNITS)
 
 
 if __name__ == "__main__":

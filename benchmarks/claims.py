@@ -1,0 +1,192 @@
+"""What the checkpoint must do, as numbers that the benchmarks compute, and the verdict on each.
+
+`MUSTS` is the table of measures, one entry a row; `CLAIMS` says for each row which figure of which
+benchmark decides it. Figures are ratios to a peer's median in the same run, or plain amounts. All
+of this is pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.stats import quantile
+
+MUSTS = {
+    "return": "save() returns in <= 5 ms",
+    "stall": "stall at the barrier <= 10 ms when forward+backward takes longer than capture",
+    "extra": "total extra time per checkpoint <= 0.5 x DCP async (kept stager) and <= 0.5 x "
+    "torch.save; saving every 10 steps inflates the loop by <= 2 %",
+    "cpu": "CPU-seconds per GiB saved <= 0.3 x DCP async (kept stager)",
+    "durable": "time to durable <= 1.15 x safetensors+fsync and <= 0.5 x DCP async (kept stager)",
+    "first": "first save <= 1.5 x later saves",
+    "small": ">= 2 x DCP's rate with thousands of small tensors",
+    "objects": "100,000 Python entries in <= 0.5 s, and <= 2 x one pickled blob",
+    "memory": "extra memory <= pool + 5 % of the state, for a pool of 1/8 of the state",
+    "changed": "bytes written <= 12 % of the state on the second save, 90 % frozen",
+    "restore": "verified restore <= 1.2 x torch's fastest unverified load, extra memory <= 5 %",
+    "integrity": "every single-bit flip detected; 0 of 200 random kill -9 lose a committed step; "
+    "resumed loss bit-identical",
+}
+"""Row -> what it says."""
+
+KEPT = "dcp.async_save, kept"
+POOL_SHARE = 1 / 8
+
+Values = Mapping[tuple[str, str, str], Sequence[float]]
+"""(workload, arm, metric) -> all its values in one run."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure that decides (a part of) one row.
+
+    Attributes:
+        row: key of `MUSTS`.
+        script: the benchmark that measures it.
+        workload: on what.
+        metric: the median of which of eke's figures.
+        limit: it is at most this, or this many times the baseline.
+        against: the baseline is the lowest median of these arms; none for a plain amount.
+        against_metric: the baseline's figure, if it is another one.
+        arm: whose figure it is.
+    """
+
+    row: str
+    script: str
+    workload: str
+    metric: str
+    limit: float
+    unit: str = ""
+    against: tuple[str, ...] = ()
+    against_metric: str = ""
+    arm: str = "eke"
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        what = f"{self.workload}: {self.arm} {self.metric}"
+        if not self.against:
+            return f"{what} <= {self.limit:g} {self.unit}".rstrip()
+        metric = f" {self.against_metric}" if self.against_metric else ""
+        base = (
+            self.against[0] if len(self.against) == 1 else "fastest of " + ", ".join(self.against)
+        )
+        return f"{what} <= {self.limit:g} x {base}{metric}"
+
+
+def _claims() -> tuple[Claim, ...]:
+    save, train, load = "checkpoint_save", "checkpoint_training", "checkpoint_restore"
+    found = [
+        Claim("return", save, w, "return", 0.005, "s") for w in ("W1", "W2", "W2+AdamW", "W3", "W5")
+    ]
+    found += [
+        Claim("stall", train, "W1 long", "barrier", 0.010, "s"),
+        Claim("extra", train, "W1", "extra", 0.5, against=(KEPT,)),
+        Claim("extra", train, "W1", "extra", 0.5, against=("torch.save",)),
+        Claim("extra", train, "W1", "inflation", 0.02, "of the loop"),
+    ]
+    for w in ("W1", "W3"):
+        found += [
+            Claim("cpu", save, w, "cpu", 0.3, against=(KEPT,)),
+            Claim("durable", save, w, "durable", 1.15, against=("safetensors",)),
+            Claim("durable", save, w, "durable", 0.5, against=(KEPT,)),
+        ]
+    found.append(
+        Claim("first", save, "W1", "first", 1.5, against=("eke",), against_metric="durable")
+    )
+    found += [
+        Claim("small", save, w, "durable", 0.5, against=(dcp,))
+        for w in ("W2", "W2+AdamW")
+        for dcp in ("dcp.save", KEPT)
+    ]
+    found += [
+        Claim("objects", save, "W4", "durable", 0.5, "s"),
+        Claim("objects", save, "W4", "durable", 2.0, against=("pickle",)),
+    ]
+    found += [
+        Claim("memory", save, w, "memory", POOL_SHARE + 0.05, "of the state", arm="eke, small pool")
+        for w in ("W1", "W3")
+    ]
+    found.append(Claim("changed", save, "W5", "second", 0.12, "of the state"))
+    torchs = ("torch.load", "torch.load, mmap", "dcp.load")
+    found += [
+        Claim("restore", load, "W1", "warm", 1.2, against=torchs),
+        Claim("restore", load, "W1", "cold", 1.2, against=torchs),
+        Claim("restore", load, "W1", "memory", 0.05, "of the state"),
+    ]
+    found += [
+        Claim("integrity", "checkpoint_integrity", "small", "flips missed", 0.0),
+        Claim("integrity", "checkpoint_integrity", "small", "steps lost", 0.0),
+        Claim("integrity", "checkpoint_integrity", "small", "losses differing", 0.0),
+    ]
+    return tuple(found)
+
+
+CLAIMS = _claims()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured for a claim. `met` is None where it could not be computed."""
+
+    claim: Claim
+    measured: float | None
+    p95: float | None
+    met: bool | None
+    why: str = ""
+
+    @property
+    def word(self) -> str:
+        """In two words."""
+        return {True: "met", False: "NOT MET", None: "not measured"}[self.met]
+
+    @property
+    def shown(self) -> str:
+        """The figure."""
+        if self.measured is None:
+            return self.why
+        return f"measured {self.measured:.4g} (p95 {self.p95:.4g})"
+
+    def row(self) -> dict[str, Any]:
+        """For CSV."""
+        return {
+            "row": self.claim.row,
+            "must": MUSTS[self.claim.row],
+            "claim": self.claim.text,
+            "limit": self.claim.limit,
+            "measured": "" if self.measured is None else f"{self.measured:.6g}",
+            "p95": "" if self.p95 is None else f"{self.p95:.6g}",
+            "verdict": self.word,
+            "why": self.why,
+        }
+
+
+def judge(claim: Claim, values: Values) -> Verdict:
+    """The median (and the 95th percentile, over the same baseline) against the limit.
+
+    A baseline arm that failed is left out; if all of them did, nothing is decided.
+    """
+    own = values.get((claim.workload, claim.arm, claim.metric)) or ()
+    if not own:
+        return Verdict(claim, None, None, None, f"{claim.arm} has no figure")
+    base = 1.0
+    if claim.against:
+        metric = claim.against_metric or claim.metric
+        found = [values.get((claim.workload, arm, metric)) or () for arm in claim.against]
+        medians = [statistics.median(one) for one in found if one]
+        if not medians:
+            return Verdict(claim, None, None, None, "no baseline has a figure")
+        base = min(medians)
+        if base <= 0:
+            return Verdict(claim, None, None, None, "the baseline is lost in noise")
+    p95 = quantile(own, 0.95)
+    measured = statistics.median(own) / base
+    return Verdict(claim, measured, p95 / base, measured <= claim.limit)
+
+
+def verdicts(script: str, values: Values) -> list[Verdict]:
+    """On every claim of one benchmark, in the order of the table."""
+    return [judge(claim, values) for claim in CLAIMS if claim.script == script]
