@@ -74,7 +74,8 @@ class Loop:
         from benchmarks.peers import ARMS
         from benchmarks.states import build
 
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores)))
         self.state, self.root, self.saves = build("W1"), root, 0
         model = self.state.model
         assert model is not None

@@ -213,7 +213,7 @@ def provenance() -> dict[str, Any]:
             versions[package] = "absent"
     where = Path(os.environ.get("EKE_BENCH_DIR", tempfile.gettempdir())).resolve()
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "scale": SCALE,
         "seed": SEED,

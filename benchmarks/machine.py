@@ -11,6 +11,7 @@ import gc
 import mmap
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,17 +30,18 @@ class Counters:
 
     Attributes:
         at_s: a clock.
-        busy_s: of all cores, but for idle, waiting for I/O and stolen.
+        busy_s: user and system time of all cores. Interrupts are left out: those of the disk and
+            of the clock are nobody's.
         steal_s: taken away by the host of this virtual machine.
         own_s: of this process and all its descendants.
-        kernel_s: of kernel threads, which write back what these measurements write.
+        kernel_s: of each kernel thread by its id: they write back what these measurements write.
     """
 
     at_s: float
     busy_s: float
     steal_s: float
     own_s: float
-    kernel_s: float
+    kernel_s: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class Contamination:
 def contamination(before: Counters, after: Counters) -> Contamination:
     """What was not this process, its descendants or the kernel, per second between two counts."""
     wall_s = max(after.at_s - before.at_s, 1e-9)
-    ours_s = (after.own_s - before.own_s) + (after.kernel_s - before.kernel_s)
+    # Kernel threads come and go: one that is gone must not take back what it had used before.
+    kernel_s = sum(max(0.0, s - before.kernel_s.get(pid, 0.0)) for pid, s in after.kernel_s.items())
+    ours_s = (after.own_s - before.own_s) + kernel_s
     foreign_s = max(0.0, (after.busy_s - before.busy_s) - ours_s)
     return Contamination(foreign_s / wall_s, max(0.0, after.steal_s - before.steal_s) / wall_s)
 
@@ -83,8 +87,8 @@ def cpu_s() -> float:
 def counters() -> Counters:
     """Of now."""
     row = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    user, nice, system, _, _, irq, softirq, steal = row[:8]
-    kernel = 0
+    user, nice, system, _, _, _, _, steal = row[:8]
+    kernel: dict[int, float] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -93,13 +97,13 @@ def counters() -> Counters:
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(fields[1]) == KTHREADD:
-            kernel += int(fields[11]) + int(fields[12])
+            kernel[int(entry.name)] = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     return Counters(
         at_s=time.perf_counter(),
-        busy_s=(user + nice + system + irq + softirq) / TICKS_PER_S,
+        busy_s=(user + nice + system) / TICKS_PER_S,
         steal_s=steal / TICKS_PER_S,
         own_s=cpu_s(),
-        kernel_s=kernel / TICKS_PER_S,
+        kernel_s=kernel,
     )
 
 

@@ -225,13 +225,17 @@ class TorchCheckpointing(Arm):
     def __init__(self, state: State, root: Path) -> None:
         super().__init__(state, root)
         from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
         from torch_checkpointing.config import AsyncCheckpointSaverConfig
         from torch_checkpointing.staging import CheckpointStagerConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
         config = CheckpointManager.Config(
-            save=AsyncCheckpointSaverConfig(staging_config=staging),
+            save=AsyncCheckpointSaverConfig(
+                staging_config=staging,
+                process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=120),
+            ),
             storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
         )
         self.manager = config.build()
