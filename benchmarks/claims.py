@@ -128,6 +128,12 @@ def _claims() -> tuple[Claim, ...]:
 CLAIMS = _claims()
 
 
+def deciding(script: str) -> set[tuple[str, str]]:
+    """The workloads and arms of a benchmark without which a claim cannot be judged."""
+    mine = [claim for claim in CLAIMS if claim.script == script]
+    return {(claim.workload, arm) for claim in mine for arm in (claim.arm, *claim.against)}
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What was measured for a claim. `met` is None where it could not be computed."""

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks import machine
-from benchmarks.claims import verdicts
+from benchmarks.claims import deciding, verdicts
 from benchmarks.stats import enough_time, schedule, summary
 
 MIB = int(os.environ.get("EKE_BENCH_MIB", "0"))
@@ -160,13 +160,16 @@ def collect(
     )
     results: Results = {key: Found() for key in times}
     began = time.perf_counter()
-    rounds = schedule(times, SEED)
+    rounds = schedule(times, SEED, last=times.keys() - deciding(script))
+    done_s = 0.0
     for number, keys in enumerate(rounds):
-        if not enough_time(time.perf_counter() - began, number, minutes * 60):
+        next_s = sum(seconds[key] for key in keys)
+        if not enough_time(time.perf_counter() - began, done_s, next_s, minutes * 60):
             print(f"  stopped after {number} of {len(rounds)} rounds: the time is up", flush=True)
             break
         for key in keys:
             _measure(script, key, results[key], f"round {number + 1}/{len(rounds)}", tries)
+        done_s += next_s
     return results
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 Arm = TypeVar("Arm")
@@ -38,23 +38,33 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def schedule(times: Mapping[Arm, int], seed: int) -> list[list[Arm]]:
-    """Rounds in which every arm comes once, in another order each time, until it came often enough.
+def schedule(times: Mapping[Arm, int], seed: int, last: Collection[Arm] = ()) -> list[list[Arm]]:
+    """Rounds in which every arm comes once at most, each round in another order.
 
     Args:
         times: how often each arm is to be measured.
+        last: the arms that come in the last rounds, not the first, if they come less often: what
+            can be spared if the time is up before.
     """
     rng = random.Random(seed)
+    count = max(times.values(), default=0)
     rounds = []
-    for number in range(max(times.values(), default=0)):
-        arms = [arm for arm in times if number < times[arm]]
+    for number in range(count):
+        arms = [
+            arm
+            for arm in times
+            if (number >= count - times[arm] if arm in last else number < times[arm])
+        ]
         rounds.append(rng.sample(arms, len(arms)))
     return rounds
 
 
-def enough_time(spent_s: float, rounds_done: int, budget_s: float) -> bool:
-    """Whether one more round, as long as those before it on average, ends within the budget.
+def enough_time(spent_s: float, done_s: float, next_s: float, budget_s: float) -> bool:
+    """Whether one more round ends within the budget; the first is always worth its time.
 
-    The first round is always worth its time.
+    Args:
+        spent_s: what the rounds so far have taken.
+        done_s: what they were thought to take.
+        next_s: what the next one is thought to take; it is as wrong as they were.
     """
-    return rounds_done == 0 or spent_s + spent_s / rounds_done <= budget_s
+    return done_s <= 0 or spent_s + next_s * spent_s / done_s <= budget_s

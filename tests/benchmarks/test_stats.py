@@ -33,12 +33,13 @@ def test_a_summary_is_in_order(values):
 
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 6)), st.integers(0, 99))
 def test_every_arm_comes_as_often_as_it_should_and_once_a_round(times, seed):
-    rounds = schedule(times, seed)
+    last = set("abc")
+    rounds = schedule(times, seed, last)
     for arms in rounds:
         assert len(set(arms)) == len(arms)
     everything = [arm for arms in rounds for arm in arms]
     assert {arm: everything.count(arm) for arm in times} == times
-    assert schedule(times, seed) == rounds
+    assert schedule(times, seed, last) == rounds
 
 
 def test_the_order_changes_from_round_to_round_and_with_the_seed():
@@ -48,16 +49,21 @@ def test_the_order_changes_from_round_to_round_and_with_the_seed():
     assert schedule(times, 1) != rounds
 
 
+def test_what_can_be_spared_comes_last():
+    rounds = schedule({"a": 3, "b": 1, "c": 2}, 5, last={"c"})
+    assert [sorted(arms) for arms in rounds] == [["a", "b"], ["a", "c"], ["a", "c"]]
+
+
 @pytest.mark.parametrize(
-    ("spent_s", "done", "budget_s", "goes_on"),
+    ("spent_s", "done_s", "next_s", "budget_s", "goes_on"),
     [
-        (0.0, 0, 0.0, True),  # the first round always
-        (60.0, 1, 120.0, True),
-        (60.0, 1, 119.0, False),
-        (90.0, 3, 120.0, True),
-        (90.0, 3, 119.9, False),
-        (1e9, 5, float("inf"), True),
+        (0.0, 0.0, 50.0, 0.0, True),  # the first round always
+        (60.0, 60.0, 60.0, 120.0, True),
+        (60.0, 60.0, 60.0, 119.0, False),
+        (60.0, 30.0, 30.0, 120.0, True),  # all takes twice as long as was thought
+        (60.0, 30.0, 31.0, 120.0, False),
+        (1e9, 5.0, 5.0, float("inf"), True),
     ],
 )
-def test_only_whole_rounds_are_begun(spent_s, done, budget_s, goes_on):
-    assert enough_time(spent_s, done, budget_s) is goes_on
+def test_only_whole_rounds_are_begun(spent_s, done_s, next_s, budget_s, goes_on):
+    assert enough_time(spent_s, done_s, next_s, budget_s) is goes_on
