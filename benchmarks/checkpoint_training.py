@@ -25,6 +25,7 @@ from benchmarks.claims import KEPT
 from benchmarks.harness import (
     REPETITIONS,
     SCALE,
+    THREADS,
     Key,
     answer,
     arms_wanted,
@@ -74,8 +75,7 @@ class Loop:
         from benchmarks.peers import ARMS
         from benchmarks.states import build
 
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cores)))
+        torch.set_num_threads(THREADS)
         self.state, self.root, self.saves = build("W1"), root, 0
         model = self.state.model
         assert model is not None

@@ -33,6 +33,8 @@ SCALE = float(os.environ.get("EKE_BENCH_SCALE", MIB / 1192 if MIB else 1.0))
 REPETITIONS = int(os.environ.get("EKE_BENCH_REPETITIONS", "5"))
 MINUTES = float(os.environ.get("EKE_BENCH_MINUTES", "inf"))
 SEED = int(os.environ.get("EKE_BENCH_SEED", "0"))
+THREADS = int(os.environ.get("EKE_BENCH_THREADS", len(os.sched_getaffinity(0))))
+"""Of torch in every measuring process, whatever OMP_NUM_THREADS says."""
 _HERE = Path(__file__).parent
 RESULTS = Path(
     os.environ.get("EKE_BENCH_RESULTS", _HERE / ("results" if SCALE == 1 else "results/tryout"))
@@ -94,7 +96,7 @@ def in_process(script: str, workload: str, arm: str) -> dict[str, Any]:
                 text=True,
                 timeout=LIMIT_S,
                 check=False,
-                env={**os.environ, "EKE_BENCH_HERE": where},
+                env={**os.environ, "EKE_BENCH_HERE": where, "OMP_NUM_THREADS": str(THREADS)},
             )
         except subprocess.TimeoutExpired:
             return {"error": f"took more than {LIMIT_S:.0f} s"}
@@ -222,6 +224,7 @@ def provenance() -> dict[str, Any]:
         "seed": SEED,
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
+        "threads": THREADS,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "disk": _disk(where),
         "kernel": platform.release(),
