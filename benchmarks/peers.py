@@ -216,8 +216,7 @@ class DcpAsyncProcess(DcpAsyncKept):
 class TorchCheckpointing(Arm):
     """Meta's `torch_checkpointing`, with what its troubleshooting page says to set on a CPU.
 
-    Its direct writes fail here (0.1.1 leaves a file's last bytes, which are no whole block, to a
-    direct write), so they are off, which that page says is harmless.
+    Its direct writes are off: with them, 0.1.1 ended with EINVAL when it closed a file on ext4.
     """
 
     needs = ("torch_checkpointing",)
