@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -167,49 +168,115 @@ def saved(tmp_path):
     return run, path
 
 
+def start_ranks(folder, size, script, *arguments):
+    """Run a script on several gloo ranks; returns (exit code, stdout and, if it failed, stderr)."""
+    file = folder / f"script{random.getrandbits(32):x}.py"
+    prelude = f"""
+        import importlib.util, sys
+        spec = importlib.util.spec_from_file_location("shared", {str(Path(__file__))!r})
+        shared = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(shared)
+    """
+    file.write_text(textwrap.dedent(prelude) + textwrap.dedent(script))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(size):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(file), *map(str, arguments)]
+        processes.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    try:
+        output = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+    return [
+        (process.returncode, out + (err if process.returncode > 0 else ""))
+        for process, (out, err) in zip(processes, output, strict=True)
+    ]
+
+
 @pytest.fixture
 def run_ranks(tmp_path):
-    """Run a script on several gloo ranks; returns (exit code, stdout and, if it failed, stderr)."""
+    """`start_ranks` in the test's directory."""
+    return partial(start_ranks, tmp_path)
 
-    def start(size, script, *arguments):
-        file = tmp_path / f"script{random.getrandbits(32):x}.py"
-        prelude = f"""
-            import importlib.util, sys
-            spec = importlib.util.spec_from_file_location("shared", {str(Path(__file__))!r})
-            shared = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(shared)
-        """
-        file.write_text(textwrap.dedent(prelude) + textwrap.dedent(script))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        processes = []
-        for rank in range(size):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [sys.executable, str(file), *map(str, arguments)]
-            processes.append(
-                subprocess.Popen(
-                    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
-            )
-        try:
-            output = [process.communicate(timeout=90) for process in processes]
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)
-                    process.wait()
-        return [
-            (process.returncode, out + (err if process.returncode > 0 else ""))
-            for process, (out, err) in zip(processes, output, strict=True)
-        ]
 
-    return start
+def train_llama(folder):
+    """Train a tiny Llama for two steps, on every rank there is, and save it in `folder`."""
+    from safetensors.torch import save_file
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from eke import distributed
+
+    here = distributed.world()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=64, tie_word_embeddings=True, use_cache=False,
+        dtype="bfloat16",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    whole = DistributedDataParallel(model) if here.size > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    notes = {
+        "seen": {1, 2}, "ids": frozenset([7]), (1, 2): float("inf"), "n": np.int16(3),
+        "array": np.arange(4), "size": torch.Size([2, 3]), "bytes": b"x", 5: None,
+    }  # fmt: skip
+    with Checkpointer(folder / "checkpoints") as ck:
+        ck.attach(model=model, optimizer=optimizer, rng=True, extra={"notes": notes})
+        for step in range(2):
+            ids = torch.arange(8).reshape(1, 8) + 10 * here.rank + step
+            whole(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ck.save(2).wait()
+    if here.is_main:
+        config.save_pretrained(folder / "config")
+        live = {"logits": model.eval()(torch.arange(12).reshape(1, 12)).logits}
+        live |= {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                live[f"optimizer/{name}/{key}"] = value
+        live = {name: tensor.detach().clone() for name, tensor in live.items()}
+        save_file(live, folder / "live.safetensors")
+
+
+@pytest.fixture(scope="session")
+def llamas(tmp_path_factory):
+    """For 1 and 2 ranks, a directory with a trained tiny Llama: `checkpoints`, its `config`, and
+    `live.safetensors` with its logits for twelve tokens and all tensors as they were in memory."""
+    one, two = tmp_path_factory.mktemp("llama1"), tmp_path_factory.mktemp("llama2")
+    script = """
+        import os
+        from transformers import LlamaForCausalLM  # takes long: once, not in each rank
+        from eke import distributed
+        child = os.fork()
+        rank = "0" if child else "1"
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        distributed.init()
+        shared.train_llama(shared.Path(sys.argv[1]))
+        distributed.shutdown()
+        if child:
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    ((code, output),) = start_ranks(two, 1, script, two)
+    assert code == 0, output
+    train_llama(one)
+    return {1: one, 2: two}

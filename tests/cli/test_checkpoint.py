@@ -173,3 +173,43 @@ def test_torch_is_not_loaded(run):
         "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True)
+
+
+def test_export(run, tmp_path):
+    code, text = invoke("export", run, "--to", "torch", tmp_path / "out")
+    assert (code, text) == (0, f"exported {step_dir(run, 2)} to {tmp_path / 'out'}\n")
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert (state["step"], state["tensors"]["model/0.weight"].shape) == (2, (4, 4))
+    invoke("export", step_dir(run, 1), tmp_path / "dcp", "--to", "dcp")
+    assert (tmp_path / "dcp" / ".metadata").exists()
+    with pytest.raises(InputError, match="is not empty"):
+        invoke("export", run, tmp_path / "out", "--to", "dcp")
+    with pytest.raises(InputError, match="no such export format; got 'onnx'"):
+        invoke("export", run, tmp_path / "new", "--to", "onnx")
+    with pytest.raises(InputError, match=r"has no model configuration.*--config FOLDER"):
+        invoke("export", run, tmp_path / "new", "--to", "hf")
+    assert not (tmp_path / "new").exists()
+
+
+def test_export_of_a_run_that_is_not_finished(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from eke.data import builtin_tokenizer, open_source
+    from eke.models import BUILTIN_VOCAB, load_model
+    from eke.training import RunConfig
+
+    config = RunConfig.from_mapping(
+        {"model": {"source": "builtin:tiny"}, "data": {"train": "builtin:pydocs"}}
+    )
+    run = tmp_path / "run"
+    tokenizer = builtin_tokenizer(open_source("builtin:pydocs"), BUILTIN_VOCAB["tiny"])
+    model = load_model("builtin:tiny", tokenizer, seed=0).model
+    with Checkpointer(run / "checkpoints") as ck:
+        ck.attach(model=model)
+        ck.save(1).wait()
+    (run / "run.toml").write_text(config.to_toml())
+    assert invoke("export", run, tmp_path / "hf", "--to", "hf")[0] == 0
+    ids = AutoTokenizer.from_pretrained(tmp_path / "hf")("def", return_tensors="pt").input_ids
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert loaded.config.use_cache
+    assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)

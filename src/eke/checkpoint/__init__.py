@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from eke.checkpoint.commit import collect
     from eke.checkpoint.difference import diff
     from eke.checkpoint.errors import CorruptCheckpoint, Problem, SaveError
+    from eke.checkpoint.exporting import export
     from eke.checkpoint.inspection import inspect, overview
     from eke.checkpoint.layout import latest, steps
     from eke.checkpoint.loading import load_tensors
@@ -55,6 +56,7 @@ _HOMES = {
     "Ticket": "ticket",
     "collect": "commit",
     "diff": "difference",
+    "export": "exporting",
     "inspect": "inspection",
     "latest": "layout",
     "load_tensors": "loading",
@@ -91,6 +93,7 @@ __all__ = [
     "Ticket",
     "collect",
     "diff",
+    "export",
     "inspect",
     "latest",
     "load_tensors",

@@ -197,3 +197,40 @@ def collect_garbage(
         typer.echo(f"removed {one}")
     if not removed:
         typer.echo(f"nothing to remove in {path}")
+
+
+@app.command("export")
+def export_step(
+    path: PathArgument,
+    directory: Annotated[
+        Path, typer.Argument(help="The new directory; it must not exist, or be empty.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="hf: a folder for from_pretrained; dcp: for torch.distributed.checkpoint.load; "
+            "torch: one file for torch.load(weights_only=True)."
+        ),
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(help="hf: the folder with config.json and tokenizer; a run has its own."),
+    ] = None,
+) -> None:
+    """Write one checkpoint (of a run: its newest) in another format, every hash checked."""
+    import tempfile
+
+    from eke.checkpoint.exporting import check_target, export
+    from eke.checkpoint.layout import checkpoint_of
+
+    check_target(directory)
+    run = checkpoint_of(path).absolute().parent.parent
+    unfinished = (run / "run.toml").is_file() and not (run / "model" / "config.json").is_file()
+    with tempfile.TemporaryDirectory() as scratch:
+        if to == "hf" and config is None and unfinished:
+            from eke.training.describe import describe_model
+
+            config = Path(scratch)
+            describe_model(run / "run.toml", config)
+        export(path, directory, to=to, config=config)  # type: ignore[arg-type]
+    typer.echo(f"exported {checkpoint_of(path)} to {directory}")

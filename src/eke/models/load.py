@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
 from eke.errors import InputError, MissingExtraError
 from eke.models.builtin import builtin_config
@@ -100,7 +99,7 @@ def _loading(kind: str, where: str, what: str, load: Any) -> Any:
     try:
         with bars:
             return load()
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # its own and its libraries' errors have no base class in common
         fix = "Check that the files are complete and of a kind that transformers reads"
         if kind == "hub":
             fix = "Check the id and the network, or download the model and name its folder"
