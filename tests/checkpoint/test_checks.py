@@ -17,6 +17,7 @@ from eke.checkpoint.checks import (
     record,
     strict_json,
     text,
+    unicode,
 )
 
 BOX = st.tuples(
@@ -120,8 +121,25 @@ def test_record():
 
 @pytest.mark.parametrize(
     "data",
-    [b'{"a":1,"a":2}', b"NaN", b"[Infinity]", b"[" * 100_000, b"\xff", b"{", b"", b"1" * 5000],
+    [
+        b'{"a":1,"a":2}',
+        b"NaN",
+        b"[Infinity]",
+        b"[" * 100_000,
+        b"\xff",
+        b"{",
+        b"",
+        b"1" * 5000,
+        b"1e999",
+        b"[-1e400]",
+    ],
 )
 def test_json_that_is_refused(data):
     with pytest.raises(ValueError):
         strict_json(data)
+
+
+def test_a_name_with_half_a_character():
+    assert unicode("ü\n\x1b😀") == "ü\n\x1b😀"
+    with pytest.raises(ManifestError, match="not Unicode"):
+        unicode("a\ud83d")

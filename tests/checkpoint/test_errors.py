@@ -12,6 +12,7 @@ from eke.checkpoint.errors import (
     Problem,
     SaveError,
     disk_error,
+    printable,
     reading,
     worst,
 )
@@ -122,3 +123,17 @@ def test_reading_changes_nothing_else():
         with pytest.raises(type(error)) as caught, reading("/ck"):
             raise error
         assert caught.value is error
+
+
+@given(st.text(st.characters(), max_size=400), st.integers(0, 400))
+def test_what_is_shown_is_one_harmless_line(text, longest):
+    shown = printable(text, longest)
+    assert shown.isprintable()
+    assert len(shown) <= 10 * longest + 3
+    shown.encode()
+    if text.isprintable() and len(text) <= longest:
+        assert shown == text
+
+
+def test_escapes_are_shown_as_such():
+    assert printable("a\x1b[31m\n\u202eb\ud800") == "a\\x1b[31m\\n\\u202eb\\ud800"

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from eke.checkpoint.errors import Kind
 
 MAX_NATURAL = 2**62
+MOST_TANGLED = 64
+"""Shards of a tensor that may lie so that no straight cut separates any of them."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape of a part of a tensor."""
+
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -36,6 +42,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not isfinite(value):
+        raise ValueError("a number is too large")
+    return value
+
+
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
@@ -48,10 +61,20 @@ def strict_json(data: bytes) -> Any:
     """
     try:
         return json.loads(
-            data.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+            data.decode(),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
         )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def unicode(name: str) -> str:
+    """A name that is whole text: JSON can also spell halves of characters, which nothing prints."""
+    if any("\ud800" <= c <= "\udfff" for c in name):
+        raise ManifestError(f"the name {name!r:.80} is not Unicode")
+    return name
 
 
 def record(value: object, what: str) -> Mapping[str, Any]:
@@ -124,7 +147,7 @@ def check_ranges(file: str, ranges: Sequence[tuple[str, int, int]]) -> None:
 def check_box_cover(
     name: str,
     shape: tuple[int, ...],
-    boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    boxes: Sequence[Box],
 ) -> None:
     """Whether (offset, shape) boxes cover a tensor of `shape` exactly once.
 
@@ -141,16 +164,46 @@ def check_box_cover(
             raise ManifestError("a shard reaches outside the tensor", tensor=name)
     if sum(prod(size) for _, size in boxes) != prod(shape):
         raise ManifestError("its shards do not add up to it", tensor=name)
-    # Equal volume and no overlap together mean an exact cover. Boxes are swept along the first
-    # dimension, so only those that share rows are compared.
-    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for offset, size in sorted(box for box in boxes if prod(box[1])):
-        if shape:
-            active = [box for box in active if box[0][0] + box[1][0] > offset[0]]
-        for other, other_size in active:
-            if all(
-                o < p + q and p < o + s
-                for o, s, p, q in zip(offset, size, other, other_size, strict=True)
-            ):
-                raise ManifestError("two of its shards overlap", tensor=name)
-        active.append((offset, size))
+    # Equal volume and no overlap together mean an exact cover.
+    _check_disjoint(name, [box for box in boxes if prod(box[1])])
+
+
+def _check_disjoint(name: str, boxes: list[Box]) -> None:
+    """Cut straight through between boxes, again and again, until each is alone.
+
+    Every way in which meshes cut tensors comes apart like that in a few rounds. What does not is
+    compared in pairs, if it is little: nobody shall keep a reader busy with a small file.
+    """
+    work = 1000 + 64 * len(boxes)
+    groups = [boxes]
+    while groups:
+        group = groups.pop()
+        work -= len(group)
+        if len(group) < 2:
+            continue
+        parts = next((p for axis in range(len(group[0][0])) if len(p := _cut(group, axis)) > 1), [])
+        if parts and work > 0:
+            groups += parts
+        elif len(group) > MOST_TANGLED or work <= 0:
+            raise ManifestError("is cut into shards in no orderly way", tensor=name)
+        else:
+            for index, (offset, size) in enumerate(group):
+                for other, other_size in group[:index]:
+                    if all(
+                        o < p + q and p < o + s
+                        for o, s, p, q in zip(offset, size, other, other_size, strict=True)
+                    ):
+                        raise ManifestError("two of its shards overlap", tensor=name)
+
+
+def _cut(boxes: list[Box], axis: int) -> list[list[Box]]:
+    """The boxes in groups, between any two of which a plane across `axis` touches none."""
+    parts: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box[0][axis]):
+        begin = box[0][axis]
+        if not parts or begin >= end:
+            parts.append([])
+        parts[-1].append(box)
+        end = max(end, begin + box[1][axis])
+    return parts

@@ -20,6 +20,13 @@ Kind = Literal["corrupt", "incomplete", "foreign"]
 KINDS: tuple[Kind, ...] = ("corrupt", "incomplete", "foreign")
 
 
+def printable(text: str, longest: int = 300) -> str:
+    """Text from a file as it can be shown anywhere: no newline, no escape sequence of a terminal,
+    nothing that turns the direction of writing, no half of a character; and not without end."""
+    shown = text if len(text) <= longest else text[:longest] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong: in which file, and in which tensor if it is inside one."""
@@ -30,8 +37,10 @@ class Problem:
     detail: str
 
     def __str__(self) -> str:
-        where = self.file if self.tensor is None else f"{self.file}, tensor {self.tensor}"
-        return f"{where}: {self.detail}"
+        where = printable(self.file)
+        if self.tensor is not None:
+            where += f", tensor {printable(self.tensor)}"
+        return f"{where}: {printable(self.detail)}"
 
     def to_json(self) -> dict[str, Any]:
         """The problem as JSON values."""

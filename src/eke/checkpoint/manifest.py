@@ -24,6 +24,7 @@ from typing import Any, Literal
 import xxhash
 
 from eke.checkpoint.checks import (
+    MAX_NATURAL,
     ManifestError,
     check_box_cover,
     check_ranges,
@@ -35,6 +36,7 @@ from eke.checkpoint.checks import (
     record,
     strict_json,
     text,
+    unicode,
 )
 from eke.checkpoint.dtypes import STORED, stored_shape, tensor_bytes
 
@@ -42,6 +44,8 @@ MANIFEST = "MANIFEST.json"
 FORMAT = "eke-checkpoint"
 VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 28
+MAX_UNIX_S = 253402300799.0
+"""The end of the year 9999, the last that calendars know."""
 
 Role = Literal["segment", "object"]
 """`segment`: a live tensor of a provider. `object`: a tensor that a provider's object refers to."""
@@ -135,6 +139,9 @@ def check(manifest: Manifest) -> None:
     for name, entry in manifest.tensors.items():
         if entry.dtype not in STORED:
             raise ManifestError(f"unknown dtype {entry.dtype!r}", tensor=name)
+        # Also where a dimension of 0 makes it empty: strides are computed from the others.
+        if tensor_bytes(entry.dtype, tuple(max(1, n) for n in entry.shape)) > MAX_NATURAL:
+            raise ManifestError("has a shape beyond 2**62 bytes", tensor=name)
         for shard in entry.shards:
             if shard.file not in manifest.files:
                 raise ManifestError(f"lies in {shard.file!r}, which is not listed", tensor=name)
@@ -199,11 +206,11 @@ def parse(data: bytes) -> Manifest:
         raise ManifestError("is not the manifest of an eke checkpoint", kind="foreign")
     if root.get("version") != VERSION:
         raise ManifestError(
-            f"format version {root.get('version')!r}; this eke reads {VERSION}", kind="foreign"
+            f"format version {root.get('version')!r:.40}; this eke reads {VERSION}", kind="foreign"
         )
     created = root.get("created_unix_s")
-    if not isinstance(created, float):
-        raise ManifestError("`created_unix_s` is not a number with a fraction")
+    if not isinstance(created, float) or not 0 <= created <= MAX_UNIX_S:
+        raise ManifestError("`created_unix_s` is not a number with a fraction, of this age")
     manifest = Manifest(
         step=natural(root, "step"),
         world_size=natural(root, "world_size"),
@@ -215,7 +222,7 @@ def parse(data: bytes) -> Manifest:
         tensors=_tensors(root),
         aliases=_aliases(root),
         objects={
-            name: _object(record(value, name))
+            unicode(name): _object(record(value, name))
             for name, value in record(root.get("objects"), "`objects`").items()
         },
     )
@@ -261,14 +268,14 @@ def _files(values: Mapping[str, Any]) -> dict[str, FileEntry]:
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, TensorEntry]:
     return {
-        name: _tensor(record(value, name))
+        unicode(name): _tensor(record(value, name))
         for name, value in record(values.get("tensors"), "`tensors`").items()
     }
 
 
 def _aliases(values: Mapping[str, Any]) -> dict[str, str]:
     aliases = record(values.get("aliases"), "`aliases`")
-    return {name: text(aliases, name) for name in aliases}
+    return {unicode(name): text(aliases, name) for name in aliases}
 
 
 def _json(data: bytes) -> Any:

@@ -30,10 +30,10 @@ import torch
 
 from eke.checkpoint.checks import ManifestError
 from eke.checkpoint.dtypes import STORED
+from eke.checkpoint.tags import MAX_DEPTH
 from eke.checkpoint.tensors import as_bytes, dtype_name, from_bytes, refuse_unusual
 from eke.errors import InputError
 
-MAX_DEPTH = 100
 EXACT_INT = 2**53
 _ARRAYS = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
@@ -164,36 +164,42 @@ class _Encoder:
         )
 
 
-def decode(tree: object, tensor: Callable[[str], torch.Tensor]) -> Any:
+def decode(tree: object, tensor: Callable[[str], torch.Tensor], depth: int = 0) -> Any:
     """The value that `encode` was given.
 
     Args:
         tree: JSON values.
         tensor: returns the tensor of a name; called once for each place that names it.
+        depth: how many values it lies inside of.
 
     Raises:
         ManifestError: the tree is not one that `encode` makes.
     """
+    if depth > MAX_DEPTH:
+        raise ManifestError(f"an object is nested more than {MAX_DEPTH} levels deep")
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if isinstance(tree, list):
-        return [decode(item, tensor) for item in tree]
+        return [decode(item, tensor, depth + 1) for item in tree]
     if not isinstance(tree, Mapping):
         raise ManifestError(f"an object holds a {type(tree).__name__}")
     tag = next((key for key in tree if key.startswith("$")), None)
     if tag is None:
-        return {key: decode(item, tensor) for key, item in tree.items()}
+        return {key: decode(item, tensor, depth + 1) for key, item in tree.items()}
     if len(tree) != 1:
         raise ManifestError(f"an object has the tag {tag!r} next to other keys")
     try:
-        return _decode_tag(tag, tree[tag], tensor)
+        return _decode_tag(tag, tree[tag], tensor, depth + 1)
     except ManifestError:
         raise
-    except (ValueError, TypeError, RuntimeError, AttributeError, struct.error) as error:
+    except (
+        *(ValueError, TypeError, RuntimeError, AttributeError),
+        *(ArithmeticError, IndexError, struct.error),
+    ) as error:
         raise ManifestError(f"an object has a malformed {tag!r} ({error})") from error
 
 
-def _decode_tag(tag: str, body: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+def _decode_tag(tag: str, body: Any, tensor: Callable[[str], torch.Tensor], depth: int) -> Any:
     if tag == "$int":
         return int(body, 16)
     if tag == "$float":
@@ -202,10 +208,10 @@ def _decode_tag(tag: str, body: Any, tensor: Callable[[str], torch.Tensor]) -> A
         return base64.b64decode(body, validate=True)
     for kind, name in _SEQUENCES.items():
         if tag == name:
-            return kind(decode(item, tensor) for item in body)
+            return kind(decode(item, tensor, depth) for item in body)
     for kind, name in _DICTS.items():
         if tag == name:
-            pairs = [(decode(key, tensor), decode(item, tensor)) for key, item in body]
+            pairs = [(decode(k, tensor, depth), decode(v, tensor, depth)) for k, v in body]
             return kind(dict(pairs)) if kind is Counter else kind(pairs)
     if tag == "$dtype":
         if body not in _dtype_names():

@@ -13,6 +13,7 @@ from eke.checkpoint.errors import CorruptCheckpoint, Problem
 from eke.checkpoint.layout import step_of
 from eke.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse
 from eke.checkpoint.storage import Storage, read_file
+from eke.checkpoint.tags import check_tree
 
 OBJECTS_FORMAT = "eke-objects"
 OBJECTS_VERSION = 1
@@ -59,7 +60,10 @@ def open_objects(path: Path, file: str, manifest: Manifest, storage: Storage) ->
         root = record(strict_json(data), "the file")
         if root.get("format") != OBJECTS_FORMAT or root.get("version") != OBJECTS_VERSION:
             raise ManifestError("is not a file of objects that this eke reads", kind="foreign")
-        return record(root.get("objects"), "`objects`")
+        objects = record(root.get("objects"), "`objects`")
+        for tree in objects.values():
+            check_tree(tree)
+        return objects
     except FileNotFoundError as error:
         problem = Problem(file, None, "incomplete", "the file is missing")
         raise CorruptCheckpoint(str(path), [problem]) from error

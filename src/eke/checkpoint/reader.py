@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 import xxhash
 
+from eke.checkpoint.checks import ManifestError
 from eke.checkpoint.dtypes import tensor_bytes
 from eke.checkpoint.errors import CorruptCheckpoint, Kind, Problem
 from eke.checkpoint.manifest import MANIFEST, Manifest, Shard, TensorEntry
@@ -74,6 +75,9 @@ class Reader:
             fd = self._files[file] = self._storage.open(self.path / file)
         except FileNotFoundError as error:
             problem = Problem(file, name, "incomplete", "the file is missing")
+            raise CorruptCheckpoint(str(self.path), [problem]) from error
+        except ManifestError as error:
+            problem = Problem(file, name, error.kind, error.detail)
             raise CorruptCheckpoint(str(self.path), [problem]) from error
         size, stated = self._storage.size(fd), self.manifest.files[file].bytes
         if size != stated:

@@ -22,7 +22,7 @@ from eke.checkpoint.layout import step_dirs
 from eke.checkpoint.manifest import MANIFEST, Manifest
 from eke.checkpoint.objects import decode
 from eke.checkpoint.opening import open_manifest, open_objects
-from eke.checkpoint.providers import Saved, Spec, StateProvider
+from eke.checkpoint.providers import Fit, Saved, Spec, StateProvider
 from eke.checkpoint.reader import Reader
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.together import agree
@@ -159,7 +159,7 @@ def _load(
                 report[sort].append(f"{name} (of {manifest.world_size} ranks)")
                 continue
             parts[name] = _saved(name, provider, reader, storage, here)
-            fit = provider.fit(parts[name])
+            fit = _fit(path, name, provider, parts[name])
             for sort, names in report.items():
                 names += [f"{name}/{key}" for key in getattr(fit, sort)]
         if strict and (report["missing"] or report["unexpected"] or report["mismatched"]):
@@ -214,6 +214,20 @@ def _saved(
         read=lambda key: reader.read(prefix + key),
         copy_into=lambda key, live: reader.copy_into(prefix + key, live),
     )
+
+
+def _fit(path: Path, name: str, provider: StateProvider, saved: Saved) -> Fit:
+    """What a provider says of its part; whatever it stumbles over is what it cannot take."""
+    try:
+        return provider.fit(saved)
+    except EkeError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the checkpoint {path} does not fit what is attached",
+            rule=f"the saved state of {name!r} is not of the kind that it takes: {error}",
+            fix="Attach what was attached when it was saved",
+        ) from error
 
 
 def _misfit(path: Path, report: Mapping[str, list[str]]) -> InputError:

@@ -10,7 +10,10 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from pathlib import Path
+
+from eke.checkpoint.checks import ManifestError
 
 
 class Storage:
@@ -50,8 +53,23 @@ class Storage:
         os.link(source, target)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading; returns its descriptor."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Open a plain file for reading; returns its descriptor.
+
+        Raises:
+            ManifestError: it is a link, which may lead anywhere, or a pipe or a device, which may
+                never end, or a directory.
+        """
+        if stat.S_ISREG(path.lstat().st_mode):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno != errno.ELOOP:  # it became a link after it was looked at
+                    raise
+            else:
+                if stat.S_ISREG(os.fstat(fd).st_mode):
+                    return fd
+                os.close(fd)
+        raise ManifestError("is not a plain file", path.name, kind="foreign")
 
     def write(self, fd: int, data: memoryview) -> int:
         """Write some of `data`; returns how many bytes were taken."""

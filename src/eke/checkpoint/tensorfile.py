@@ -241,6 +241,8 @@ def scan(
         fd = storage.open(path)
     except FileNotFoundError:
         return [Problem(file, None, "incomplete", "the file is missing")]
+    except ManifestError as error:
+        return [Problem(file, None, error.kind, error.detail)]
     try:
         size = storage.size(fd)
         if size < entry.bytes:

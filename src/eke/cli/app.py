@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eke.checkpoint.errors import printable
 from eke.cli import checkpoint, demo, doctor, plan, report, train
 from eke.errors import EkeError
 from eke.version import __version__
@@ -90,5 +91,7 @@ def _usage(error: Any) -> None:
 
 
 def _complain(message: str) -> None:
+    # Names from files may be in it: they shall not steer the terminal.
+    shown = "\n".join(printable(line, 10_000) for line in message.split("\n"))
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-    typer.echo(message, err=True)
+    typer.echo(shown, err=True)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eke.checkpoint.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -86,7 +88,7 @@ def list_steps(path: PathArgument, as_json: JsonOption = False) -> None:
             row["status"],
             _amount(row["bytes"]),
             _age(row["age_s"]),
-            row["name"],
+            printable(row["name"]),
         )
     _print(table)
 
@@ -104,15 +106,18 @@ def inspect_step(path: PathArgument, as_json: JsonOption = False) -> None:
         typer.echo(json.dumps(facts, indent=2))
         return
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(facts["created_unix_s"]))
+    versions = f"eke {printable(facts['eke'], 40)}, torch {printable(facts['torch'], 40)}"
     typer.echo(
-        f"{facts['path']}\n"
+        f"{printable(facts['path'])}\n"
         f"step {facts['step']}, saved {made} by {facts['world_size']} rank(s), "
-        f"{_amount(facts['bytes'])}; eke {facts['eke']}, torch {facts['torch']}"
+        f"{_amount(facts['bytes'])}; {versions}"
     )
     for name, provider in facts["providers"].items():
         tensors = provider["tensors"]
         own = ", each rank its own" if provider["per_rank"] else ""
-        typer.echo(f"\n{name}: {len(tensors)} tensor(s), {_amount(provider['bytes'])}{own}")
+        typer.echo(
+            f"\n{printable(name)}: {len(tensors)} tensor(s), {_amount(provider['bytes'])}{own}"
+        )
         if tensors:
             _print(_tensors_table(tensors))
 
@@ -123,10 +128,11 @@ def _tensors_table(tensors: dict[str, Any]) -> Table:
         hashes = [shard["xxh3_128"] for shard in tensor["shards"]]
         what = hashes[0][:12] if len(hashes) == 1 else f"{len(hashes)} shards"
         if tensor["alias_of"] is not None:
-            what = f"is {tensor['alias_of']}"
+            what = f"is {printable(tensor['alias_of'])}"
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         size = _amount(tensor["bytes"])
-        table.add_row(key, tensor["dtype"], shape, size, tensor["group"], what)
+        group = printable(tensor["group"])
+        table.add_row(printable(key), tensor["dtype"], shape, size, group, what)
     return table
 
 
@@ -174,7 +180,7 @@ def diff_steps(
         if shown:
             table = _table("tensor", "status", "size")
             for row in shown:
-                table.add_row(row["tensor"], row["status"], _amount(row["bytes"]))
+                table.add_row(printable(row["tensor"]), row["status"], _amount(row["bytes"]))
             _print(table)
         same = len(rows) - len(different)
         typer.echo(f"{len(different)} tensor(s) differ, {same} are the same")
