@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,25 +10,10 @@ from typing import Any
 import pytest
 
 
-def run_job(scenarios: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def run_job(start_ranks: Any, scenarios: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """What each rank saw, by scenario. A job that hangs is killed and fails the test."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     script = Path(__file__).with_name("two_processes.py")
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), *scenarios],
-            env={
-                **os.environ, **job, "OMP_NUM_THREADS": "1", "RANK": str(r), "LOCAL_RANK": str(r)
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]  # fmt: skip
+    ranks = start_ranks(2, script, *scenarios)
     try:
         outputs = [rank.communicate(timeout=100) for rank in ranks]
     finally:
@@ -61,9 +42,10 @@ def check_same_error(results: list[dict[str, Any]]) -> None:
     assert [result["children"] for result in results] == [0, 0]
 
 
-def test_two_processes_stay_in_step_and_fail_together() -> None:
+def test_two_processes_stay_in_step_and_fail_together(start_ranks: Any) -> None:
     results = run_job(
-        ["uneven:none", "bad_item:none", "one_rank_empty:none", "bad_item:fork", "uneven:fork"]
+        start_ranks,
+        ["uneven:none", "bad_item:none", "one_rank_empty:none", "bad_item:fork", "uneven:fork"],
     )
     check_in_step(results["uneven:none"], list(range(75)))
     check_same_error(results["bad_item:none"])
@@ -74,8 +56,10 @@ def test_two_processes_stay_in_step_and_fail_together() -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_do_not_fork() -> None:
-    results = run_job(["uneven:none", "uneven:spawn", "bad_item:spawn", "uneven:forkserver"])
+def test_workers_that_do_not_fork(start_ranks: Any) -> None:
+    results = run_job(
+        start_ranks, ["uneven:none", "uneven:spawn", "bad_item:spawn", "uneven:forkserver"]
+    )
     assert results["uneven:spawn"] == results["uneven:forkserver"] == results["uneven:none"]
     check_in_step(results["uneven:none"], list(range(75)))
     check_same_error(results["bad_item:spawn"])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,19 @@ def eke(
         return Outcome(ended.value.code, printed.out, printed.err)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def eke_process(start_python: Callable[..., Any]) -> Callable[..., Outcome]:
+    """The command in a process of its own, to its end."""
+
+    def run(*arguments: object, cwd: Path) -> Outcome:
+        env = {**os.environ, "EKE_CACHE": str(cwd / "cache")}
+        process = start_python("-m", "eke", *arguments, cwd=cwd, env=env)
+        out, err = process.communicate(timeout=110)
+        return Outcome(process.returncode, out, err)
+
+    return run
 
 
 @dataclass(frozen=True)

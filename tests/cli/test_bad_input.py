@@ -71,16 +71,16 @@ def toml(where: Path, folder: Path, /, **changes: dict[str, Any]) -> Path:
     return path
 
 
-def eke(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "eke", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-        **options,
-    )
+@pytest.fixture
+def eke(start_python: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command in a process of its own, to its end."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        process = start_python("-m", "eke", *arguments)
+        out, err = process.communicate(timeout=100)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    return run
 
 
 def eke_here(
@@ -188,7 +188,7 @@ def test_bad_input_is_one_error_and_leaves_nothing_behind(
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model_dir: Path, eke: Any) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -199,7 +199,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, model_dir: Path
 
 
 def test_a_directory_of_another_configuration_is_refused_and_kept(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, eke: Any
 ) -> None:
     assert eke("train", str(toml(tmp_path, model_dir))).returncode == 0
     run = tmp_path / "runs" / "run"
@@ -210,7 +210,9 @@ def test_a_directory_of_another_configuration_is_refused_and_kept(
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_directory_that_is_no_run_is_refused_and_kept(tmp_path: Path, model_dir: Path) -> None:
+def test_a_directory_that_is_no_run_is_refused_and_kept(
+    tmp_path: Path, model_dir: Path, eke: Any
+) -> None:
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)
     (run / "thesis.txt").write_text("precious")
@@ -219,7 +221,7 @@ def test_a_directory_that_is_no_run_is_refused_and_kept(tmp_path: Path, model_di
 
 
 def test_no_space_left_is_one_error_and_the_run_goes_on_afterwards(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, eke: Any
 ) -> None:
     """A limit on file sizes: the kernel refuses the write, as it does on a full disk."""
     path = toml(tmp_path, model_dir, checkpoint={"every": "1 steps"}, budget={"steps": 6})
@@ -228,7 +230,14 @@ def test_no_space_left_is_one_error_and_the_run_goes_on_afterwards(
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
 
-    done = eke("train", str(path), preexec_fn=small_files)
+    done = subprocess.run(
+        [sys.executable, "-m", "eke", "train", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=small_files,
+    )
     assert_one_error(done, 1, "step 1")
     run = tmp_path / "runs" / "run"
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
@@ -237,21 +246,20 @@ def test_no_space_left_is_one_error_and_the_run_goes_on_afterwards(
     assert (run / "model" / "model.safetensors").exists()
 
 
-def test_a_run_directory_inside_a_file_is_one_error(tmp_path: Path, model_dir: Path) -> None:
+def test_a_run_directory_inside_a_file_is_one_error(
+    tmp_path: Path, model_dir: Path, eke: Any
+) -> None:
     (tmp_path / "file").write_text("")
     path = toml(tmp_path, model_dir, run={"dir": str(tmp_path / "file")})
     assert_one_error(eke("train", str(path)), 2, "file")
 
 
-def test_other_data_is_refused_and_costs_nothing(tmp_path: Path, model_dir: Path) -> None:
+def test_other_data_is_refused_and_costs_nothing(
+    tmp_path: Path, model_dir: Path, eke: Any, start_python: Any
+) -> None:
     path = toml(tmp_path, model_dir, budget={"steps": 60}, checkpoint={"every": "1 steps"})
     run, rows = tmp_path / "runs" / "run", tmp_path / "rows.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eke", "train", str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = start_python("-m", "eke", "train", path)
     deadline = time.monotonic() + 60
     while not list((run / "checkpoints").glob("step-*")):
         assert time.monotonic() < deadline

@@ -155,8 +155,8 @@ def test_only_a_failure_is_unhealthy(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def test_as_json(python: Callable[..., Any], tmp_path: Path) -> None:
-    ended = python("-m", "eke", "doctor", "--json", "--dir", tmp_path)
+def test_as_json(eke_process: Callable[..., Any], tmp_path: Path) -> None:
+    ended = eke_process("doctor", "--json", "--dir", tmp_path, cwd=tmp_path)
     found = json.loads(ended.out)
     assert ended.err == ""
     assert found.keys() == {"ok", "rows"}

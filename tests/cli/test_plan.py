@@ -91,8 +91,8 @@ def test_how_often_it_saves(saves: dict[str, Any], text: str) -> None:
     assert text in line
 
 
-def test_a_real_plan_as_json_and_text(python: Callable[..., Any], workplace: Path) -> None:
-    ended = python("-m", "eke", "plan", "run.toml", "--json", cwd=workplace)
+def test_a_real_plan_as_json_and_text(eke_process: Callable[..., Any], workplace: Path) -> None:
+    ended = eke_process("plan", "run.toml", "--json", cwd=workplace)
     assert ended.code == 0, ended
     quote = json.loads(ended.out)
     assert quote["limits"] == {"flops": 3e10}

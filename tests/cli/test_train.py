@@ -29,9 +29,9 @@ def test_a_budget_that_stops_the_run_leaves_a_finished_model(trained: Any) -> No
         assert 0 < (ledger.spent("flops") or 0) <= 3e10
 
 
-def test_a_finished_run_is_not_trained_again(trained: Any, python: Callable[..., Any]) -> None:
+def test_a_finished_run_is_not_trained_again(trained: Any, eke_process: Callable[..., Any]) -> None:
     metrics = (trained.run / "metrics.jsonl").read_bytes()
-    ended = python("-m", "eke", "train", "run.toml", cwd=trained.folder)
+    ended = eke_process("train", "run.toml", cwd=trained.folder)
     assert ended.code == 3
     assert ended.out.splitlines() == [
         "This run is finished already (the FLOP budget is used up).",
@@ -42,18 +42,18 @@ def test_a_finished_run_is_not_trained_again(trained: Any, python: Callable[...,
 
 
 def test_another_configuration_does_not_continue_it(
-    trained: Any, python: Callable[..., Any]
+    trained: Any, eke_process: Callable[..., Any]
 ) -> None:
-    ended = python("-m", "eke", "train", "run.toml", "--set", "run.seed=7", cwd=trained.folder)
+    ended = eke_process("train", "run.toml", "--set", "run.seed=7", cwd=trained.folder)
     assert ended.code == 2
     assert "run.seed was 0, is now 7" in ended.err
     assert ended.err.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_steps_that_are_done_are_done(trained: Any, python: Callable[..., Any]) -> None:
-    ended = python(
-        *("-m", "eke", "train", "run.toml", "--set", "run.name=steps"),
+def test_steps_that_are_done_are_done(trained: Any, eke_process: Callable[..., Any]) -> None:
+    ended = eke_process(
+        *("train", "run.toml", "--set", "run.name=steps"),
         *("--set", "budget.steps=2", "--set", "budget.flops=1e12", "--set", "log.every=1"),
         cwd=trained.folder,
     )

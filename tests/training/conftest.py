@@ -145,11 +145,8 @@ def train_here(toml: str, overrides: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def start_training() -> Iterator[Callable[..., BaseProcess]]:
-    """Start training in a real process that has torch and transformers imported already."""
+    """Start training in a real process, forked from one that has imported what that takes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "transformers.models.llama.modeling_llama", "eke.training.trainer"]
-    )
     started: list[BaseProcess] = []
 
     def start(toml: Path, *overrides: str) -> BaseProcess:

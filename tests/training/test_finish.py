@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -159,25 +157,24 @@ WRITER = textwrap.dedent(
 
 @pytest.mark.parametrize("mode", ["full", "killed"])
 def test_a_full_disk_and_a_kill_in_a_real_process(
-    tmp_path: Path, model_dir: Path, model: Any, tokenizer: Any, mode: str
+    tmp_path: Path, model_dir: Path, model: Any, tokenizer: Any, start_python: Any, mode: str
 ) -> None:
-    write_model(model, tokenizer, tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, "-c", WRITER, str(model_dir), str(tmp_path / "model"), mode],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    place = tmp_path / "place"
+    place.mkdir()
+    write_model(model, tokenizer, place / "model")
+    (tmp_path / "writer.py").write_text(WRITER)
+    done = start_python(tmp_path / "writer.py", model_dir, place / "model", mode)
+    out, err = done.communicate(timeout=100)
     if mode == "full":
-        assert done.returncode == 1, done.stderr
-        assert "could not write the finished model" in done.stdout
-        assert "File too large" in done.stdout
-        assert names(tmp_path) == ["model"]
+        assert done.returncode == 1, err
+        assert "could not write the finished model" in out
+        assert "File too large" in out
+        assert names(place) == ["model"]
     else:
-        assert (done.returncode, done.stdout) == (-9, "written\n"), done.stderr
-    assert_holds(tmp_path / "model", bits(model))
-    write_model(model, tokenizer, tmp_path / "model")  # what a kill left behind is cleared away
-    assert names(tmp_path) == ["model"]
+        assert (done.returncode, out) == (-9, "written\n"), err
+    assert_holds(place / "model", bits(model))
+    write_model(model, tokenizer, place / "model")  # what a kill left behind is cleared away
+    assert names(place) == ["model"]
 
 
 def test_a_write_that_was_cut_short_is_no_obstacle(

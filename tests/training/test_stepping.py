@@ -6,10 +6,6 @@ import copy
 import importlib.util
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,24 +34,10 @@ from eke.training.stepping import HISTOGRAM_BINS, SLOWEST_OF, Stepper, build_opt
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 
-def run_job(directory: Path, ranks: int) -> list[dict[str, Any]]:
+def run_job(start_ranks: Any, directory: Path, ranks: int) -> list[dict[str, Any]]:
     """What each rank saw. A job that hangs is killed and fails the test."""
     directory.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(directory)],
-            env={
-                **os.environ, **job, "OMP_NUM_THREADS": "1", "RANK": str(r), "LOCAL_RANK": str(r)
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(ranks)
-    ]  # fmt: skip
+    processes = start_ranks(ranks, SCRIPT, directory)
     try:
         errors = [process.communicate(timeout=100)[1] for process in processes]
     finally:
@@ -66,14 +48,14 @@ def run_job(directory: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def job(start_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The job of one rank, and that of two, each run once."""
     root = tmp_path_factory.mktemp("job")
     done: dict[int, tuple[Path, list[dict[str, Any]]]] = {}
 
     def run(ranks: int) -> tuple[Path, list[dict[str, Any]]]:
         if ranks not in done:
-            done[ranks] = (root / str(ranks), run_job(root / str(ranks), ranks))
+            done[ranks] = (root / str(ranks), run_job(start_ranks, root / str(ranks), ranks))
         return done[ranks]
 
     return run

@@ -49,6 +49,14 @@ def finish(job: subprocess.Popen[str]) -> tuple[int, str]:
     return job.returncode, output
 
 
+def finish_ranks(start_ranks: Any, toml: Path, *overrides: str) -> tuple[list[int], str]:
+    """The same job to its end, without an agent: exit codes and what was printed."""
+    sets = [part for o in overrides for part in ("--set", o)]
+    ranks = start_ranks(2, "-m", "eke", "train", toml, *sets)
+    output = "".join(text for rank in ranks for text in rank.communicate(timeout=100))
+    return [rank.returncode for rank in ranks], output
+
+
 def end_all(job: subprocess.Popen[str], *, first: list[psutil.Process]) -> None:
     """SIGKILL to `first`, then to whatever of the job is left."""
     family = psutil.Process(job.pid).children(recursive=True)
@@ -78,11 +86,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_two_ranks_killed_and_resumed_end_with_the_same_weights(
-    tmp_path: Path, write_toml: Any, standing: Any, kills: int
+    tmp_path: Path, write_toml: Any, start_ranks: Any, standing: Any, kills: int
 ) -> None:
     calm = write_toml(tmp_path / "calm", budget=BUDGET)
-    code, output = finish(torchrun(calm))
-    assert code == 0, output
+    codes, output = finish_ranks(start_ranks, calm)
+    assert codes == [0, 0], output
     reference = tmp_path / "calm" / "runs" / "run"
     hurt = write_toml(tmp_path / "hurt", budget=BUDGET)
     run, rng, killed = tmp_path / "hurt" / "runs" / "run", random.Random(kills), 0
@@ -97,8 +105,8 @@ def test_two_ranks_killed_and_resumed_end_with_the_same_weights(
         end_all(job, first=rng.sample(ranks_of(job), 1) if job.poll() is None else [])
         for step in sorted((run / "checkpoints").glob("step-*")):
             assert verify(step).ok
-    code, output = finish(torchrun(hurt))
-    assert code == 0, output
+    codes, output = finish_ranks(start_ranks, hurt)
+    assert codes == [0, 0], output
     ours, theirs = weights(run), weights(reference)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[k], theirs[k]) for k in ours)
@@ -125,12 +133,13 @@ def test_a_rank_that_dies_ends_the_job_with_an_error_and_loses_nothing(
 
 @pytest.mark.timeout(120)
 def test_two_ranks_train_the_same_samples_as_one_and_almost_the_same_numbers(
-    tmp_path: Path, write_toml: Any, run_training: Any, standing: Any, model_dir: Path
+    tmp_path: Path, write_toml: Any, run_training: Any, start_ranks: Any, standing: Any
 ) -> None:
     two = write_toml(tmp_path / "two", budget="steps = 12")
     one = write_toml(tmp_path / "one", budget="steps = 12")
-    code, output = finish(torchrun(two, "batch.per_step=samples:16", "batch.window=64"))
-    assert code == 0, output
+    sets = ("batch.per_step=samples:16", "batch.window=64")
+    codes, output = finish_ranks(start_ranks, two, *sets)
+    assert codes == [0, 0], output
     assert run_training(one, "batch.per_step=samples:16", "batch.window=128") == 0
     runs = [tmp_path / name / "runs" / "run" for name in ("two", "one")]
     ours, theirs = (standing(r, "step") for r in runs)
