@@ -1,13 +1,16 @@
 # Needs nothing but Python 3.10+ and make.
 #   make demo      the whole story in a minute or two
-#   make test      the default suite; make test-all adds the slow tests
+#   make test      the default suite; make test-all adds the slow tests; WORKERS=4 on more cores
 #   make lint      format, lint, types, import contracts
 #   make bench     the benchmarks, alone on the machine, with the peers in an environment of their own
 #   TORCH="torch==2.13.0 --index-url ..."  another build of torch than the pinned one
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+WORKERS ?= 2
 BIN = $(VENV)/bin
+# One thread each: workers that share cores only get in each other's way with more.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # torch first and alone: resolved together with the rest, pip may pick a CUDA build of gigabytes.
 INSTALLED = $(VENV)/.installed
 INSTALLED_DEV = $(VENV)/.installed-dev
@@ -42,10 +45,10 @@ demo: $(INSTALLED)
 	$(BIN)/eke demo
 
 test: $(INSTALLED_DEV)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(INSTALLED_DEV)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check src tests benchmarks

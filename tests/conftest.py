@@ -1,4 +1,5 @@
-"""Real processes that need not import torch and transformers first: most of what a start costs."""
+"""What all tests share: real processes that need not import torch first, and no time limits on
+Hypothesis examples."""
 
 from __future__ import annotations
 
@@ -16,6 +17,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's business; pytest-timeout ends what hangs.
+settings.register_profile("eke", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("eke")
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
