@@ -3,11 +3,14 @@ from dataclasses import replace
 import pytest
 import torch
 import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from eke.checkpoint import CorruptCheckpoint, Storage
 from eke.checkpoint.manifest import FileEntry, Manifest, Shard, TensorEntry, check
 from eke.checkpoint.reader import Reader
 from eke.checkpoint.tensors import as_bytes
+from eke.errors import InputError
 
 
 @pytest.fixture
@@ -44,16 +47,14 @@ def test_boxes_are_put_together(quarters):
         assert torch.equal(target, tensor)
 
 
-def test_one_wrong_box_leaves_the_target_alone(quarters):
+def test_a_wrong_box_is_named(quarters):
     _, manifest, path = quarters
     data = bytearray((path / "b.bin").read_bytes())
     data[-1] ^= 1
     (path / "b.bin").write_bytes(data)
-    target = torch.zeros(5, 6)
     reader = Reader(path, manifest, Storage())
     with reader, pytest.raises(CorruptCheckpoint, match=r"b\.bin, tensor p/t"):
-        reader.copy_into("p/t", target)
-    assert not target.any()
+        reader.copy_into("p/t", torch.zeros(5, 6))
 
 
 def test_what_is_not_listed(quarters):
@@ -89,3 +90,43 @@ def test_files_are_closed(quarters):
     with reader, pytest.raises(CorruptCheckpoint, match="instead of"):
         reader.read("p/t")
     assert storage.open_files == 0
+
+
+@given(
+    offset=st.tuples(st.integers(0, 4), st.integers(0, 5)),
+    size=st.tuples(st.integers(0, 5), st.integers(0, 6)),
+    transposed=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_box_is_put_together(quarters, offset, size, transposed):
+    tensor, manifest, path = quarters
+    shape = tuple(min(n, whole - o) for n, whole, o in zip(size, (5, 6), offset, strict=True))
+    target = torch.zeros(shape[::-1]).t() if transposed else torch.zeros(shape)
+    with Reader(path, manifest, Storage()) as reader:
+        reader.copy_into("p/t", target, offset)
+    rows, columns = (slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    assert torch.equal(target, tensor[rows, columns])
+
+
+def test_a_box_that_is_not_in_the_tensor(quarters):
+    _, manifest, path = quarters
+    with Reader(path, manifest, Storage()) as reader:
+        for shape, offset in (((5, 6), (1, 0)), ((2, 2), (-1, 0)), ((2,), (0,)), ((4, 6), None)):
+            with pytest.raises(InputError, match="cannot take p/t"):
+                reader.copy_into("p/t", torch.zeros(shape), offset)
+        with pytest.raises(InputError, match="saved was float32"):
+            reader.copy_into("p/t", torch.zeros(5, 6, dtype=torch.int64))
+
+
+def test_what_was_put_together_otherwise_or_converted_is_known(quarters):
+    tensor, manifest, path = quarters
+    with Reader(path, manifest, Storage()) as reader:
+        reader.copy_into("p/t", torch.zeros(2, 4), (0, 0))
+        assert not reader.resharded
+        reader.copy_into("p/t", torch.zeros(3, 4), (0, 0))
+        assert reader.resharded == {"p/t"}
+        half = torch.zeros(5, 6, dtype=torch.bfloat16)
+        assert not reader.cast
+        reader.copy_into("p/u", half)
+        assert reader.cast == {"p/u"}
+    assert torch.equal(half, tensor.bfloat16())

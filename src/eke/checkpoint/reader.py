@@ -1,34 +1,85 @@
-"""Reads the tensors of one committed checkpoint, checking every hash on the way.
+"""Reads the tensors of one committed checkpoint into live ones, checking every hash as it passes.
 
-A tensor is put together from its shards, however many ranks wrote them. Memory: one tensor at a
-time, in a buffer that is used again.
+Shards are read by a few threads, each once and whole. Where a live tensor's memory lies as the file
+does, bytes go straight into it; else through a scratch buffer of each thread, in pieces. That is
+all the memory there is, whatever the size of a tensor.
+
+Property: for every tensor, however it was cut into shards, and for every box of it, the target then
+holds that box; or an error was raised, and the target may hold anything.
 """
 
 from __future__ import annotations
 
-import math
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
+from eke.checkpoint.boxes import Box, overlap
 from eke.checkpoint.checks import ManifestError
-from eke.checkpoint.dtypes import tensor_bytes
 from eke.checkpoint.errors import CorruptCheckpoint, Kind, Problem
 from eke.checkpoint.manifest import MANIFEST, Manifest, Shard, TensorEntry
+from eke.checkpoint.sink import Bytes, Sink
 from eke.checkpoint.storage import Storage, read_exactly
-from eke.checkpoint.tensors import copy_exactly, from_bytes
+from eke.errors import InputError
+
+SCRATCH_BYTES = 1 << 20
+"""Read, hash and copy this much at a time: it stays in a core's cache in between."""
+MAX_THREADS = 4
+SMALL_BYTES = 1 << 17
+"""Neighbours in a file that are smaller are read together."""
+
+
+class Fill(NamedTuple):
+    """One thing to read: the box of a tensor that begins at `offset`, into a live tensor.
+
+    Attributes:
+        name: in the manifest, or an alias.
+        target: a plain strided tensor on any device, with the shape of the box.
+        offset: one number for each dimension; None for the whole tensor's first element.
+    """
+
+    name: str
+    target: torch.Tensor
+    offset: tuple[int, ...] | None = None
+
+
+class _Job(NamedTuple):
+    """A shard, and where it goes."""
+
+    name: str
+    shard: Shard
+    sink: Sink
+
+    @property
+    def box(self) -> Box:
+        return Box(self.shard.offset, self.shard.shape)
 
 
 class Reader:
-    """Tensors of one checkpoint by their names in the manifest, aliases among them."""
+    """Tensors of one checkpoint by their names in the manifest, aliases among them.
+
+    Attributes:
+        path: the checkpoint's directory.
+        manifest: its manifest.
+        resharded: names of what was taken as another box than any saved shard.
+        cast: names of what was converted to another type.
+    """
 
     def __init__(self, path: Path, manifest: Manifest, storage: Storage) -> None:
         self.path, self.manifest = path, manifest
+        self.resharded: set[str] = set()
+        self.cast: set[str] = set()
         self._storage = storage
         self._files: dict[str, int] = {}
-        self._staging = torch.empty(0, dtype=torch.uint8)
 
     def read(self, name: str) -> torch.Tensor:
         """A new CPU tensor.
@@ -37,77 +88,124 @@ class Reader:
             CorruptCheckpoint: there is no such tensor, or its bytes are not the ones written.
             OSError: the disk failed.
         """
-        entry = self._entry(name)
-        return self._fill(name, entry, torch.empty(self._bytes(entry), dtype=torch.uint8))
+        return self.read_all([name])[name]
 
-    def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Fill a live tensor of the same dtype and shape; it never sees bytes that are wrong.
+    def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """New CPU tensors by name; memory is taken once their files are known to be that long.
 
         Raises:
-            CorruptCheckpoint: as for `read`; the target is then as it was.
+            CorruptCheckpoint: as for `read`.
             OSError: the disk failed.
         """
-        entry = self._entry(name)
-        needed = self._bytes(entry)
-        if self._staging.numel() < needed:
-            self._staging = torch.empty(needed, dtype=torch.uint8)
-        copy_exactly(target, self._fill(name, entry, self._staging[:needed]))
+        entries = {name: self.entry(name) for name in names}
+        made = {
+            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            for name, entry in entries.items()
+        }
+        self.fill([Fill(name, tensor) for name, tensor in made.items()])
+        return made
 
-    @staticmethod
-    def _bytes(entry: TensorEntry) -> int:
-        return tensor_bytes(entry.dtype, entry.shape)
+    def copy_into(
+        self, name: str, target: torch.Tensor, offset: tuple[int, ...] | None = None
+    ) -> None:
+        """Fill one live tensor; see `fill`."""
+        self.fill([Fill(name, target, offset)])
 
-    def _entry(self, name: str) -> TensorEntry:
+    def fill(self, wanted: Sequence[Fill]) -> None:
+        """Fill live tensors, in place, on any device.
+
+        A target has the shape of its box. It may be of another floating-point type than the saved
+        tensor, and is then converted.
+
+        Raises:
+            CorruptCheckpoint: there is no such tensor, or its bytes are not the ones written.
+                Targets then hold what they held, or wrong bytes.
+            InputError: a target does not fit.
+            OSError: the disk failed.
+        """
+        jobs: list[_Job] = []
+        sinks = []
+        for name, target, offset in wanted:
+            entry = self.entry(name)
+            sink = self._sink(name, entry, target, offset)
+            sinks.append(sink)
+            common = [
+                shard
+                for shard in entry.shards
+                if prod(shard.shape) and overlap(Box(shard.offset, shard.shape), sink.box)
+            ]
+            jobs += [_Job(name, shard, sink) for shard in common]
+            if common and (len(common) > 1 or _box(common[0]) != sink.box):
+                self.resharded.add(name)
+        _Pass(self, self._storage, self._files, units(jobs)).run()
+        for sink in sinks:
+            sink.finish()
+
+    def _sink(
+        self, name: str, entry: TensorEntry, target: torch.Tensor, offset: tuple[int, ...] | None
+    ) -> Sink:
+        saved = getattr(torch, entry.dtype)
+        assert isinstance(saved, torch.dtype)
+        start = (0,) * len(entry.shape) if offset is None else tuple(offset)
+        ends = [o + n for o, n in zip(start, target.shape, strict=False)]
+        if (
+            len(start) != len(entry.shape)
+            or target.dim() != len(entry.shape)
+            or any(o < 0 for o in start)
+            or any(end > size for end, size in zip(ends, entry.shape, strict=True))
+            or (offset is None and tuple(target.shape) != entry.shape)
+        ):
+            raise InputError(
+                f"a tensor of shape {tuple(target.shape)} cannot take {name} from {start}",
+                rule=f"saved was {entry.shape}",
+            )
+        if target.dtype != saved:
+            if not (target.is_floating_point() and saved.is_floating_point):
+                raise InputError(
+                    f"a {target.dtype} cannot take {name}", rule=f"saved was {entry.dtype}"
+                )
+            self.cast.add(name)
+        return Sink(target, start, saved)
+
+    def entry(self, name: str) -> TensorEntry:
+        """What the manifest says of a tensor whose files are there and as long as they should be.
+
+        Raises:
+            CorruptCheckpoint: they are not, or there is no such tensor.
+            OSError: the disk failed.
+        """
         entry = self.manifest.find(name)
         if entry is None:
-            raise CorruptCheckpoint(
-                str(self.path),
-                [Problem(MANIFEST, name, "corrupt", "it is named but not listed")],
-            )
-        for shard in entry.shards:  # before memory is taken for what a file may not have
-            self._open(name, shard.file)
+            problem = Problem(MANIFEST, name, "corrupt", "it is named but not listed")
+            raise CorruptCheckpoint(str(self.path), [problem])
+        for shard in entry.shards:
+            self.open(shard.file, name)
         return entry
 
-    def _open(self, name: str, file: str) -> None:
+    def open(self, file: str, tensor: str | None = None) -> int:
+        """A file's descriptor, once its length has been checked. It stays open until `close`.
+
+        Raises:
+            CorruptCheckpoint: the file is absent, or of another length.
+            OSError: the disk failed.
+        """
         if file in self._files:
-            return
+            return self._files[file]
         try:
-            fd = self._files[file] = self._storage.open(self.path / file)
+            fd = self._storage.open(self.path / file)
         except FileNotFoundError as error:
-            problem = Problem(file, name, "incomplete", "the file is missing")
+            problem = Problem(file, tensor, "incomplete", "the file is missing")
             raise CorruptCheckpoint(str(self.path), [problem]) from error
         except ManifestError as error:
             problem = Problem(file, name, error.kind, error.detail)
             raise CorruptCheckpoint(str(self.path), [problem]) from error
+        self._files[file] = fd
         size, stated = self._storage.size(fd), self.manifest.files[file].bytes
         if size != stated:
             detail = f"the file has {size} bytes instead of {stated}"
             kind: Kind = "incomplete" if size < stated else "corrupt"
-            raise CorruptCheckpoint(str(self.path), [Problem(file, name, kind, detail)])
-
-    def _fill(self, name: str, entry: TensorEntry, raw: torch.Tensor) -> torch.Tensor:
-        tensor = from_bytes(raw, entry.dtype, entry.shape)
-        for shard in entry.shards:
-            if shard.shape == entry.shape:
-                self._read_shard(name, shard, raw)
-            elif math.prod(shard.shape):
-                part = torch.empty(shard.end - shard.begin, dtype=torch.uint8)
-                self._read_shard(name, shard, part)
-                box = tensor
-                for axis, (start, length) in enumerate(zip(shard.offset, shard.shape, strict=True)):
-                    box = box.narrow(axis, start, length)
-                box.copy_(from_bytes(part, entry.dtype, shard.shape))
-        return tensor
-
-    def _read_shard(self, name: str, shard: Shard, raw: torch.Tensor) -> None:
-        view = raw.numpy().data
-        count = read_exactly(self._storage, self._files[shard.file], view, shard.begin)
-        if count < len(view):
-            problem = Problem(shard.file, name, "incomplete", "the file ends inside it")
-            raise CorruptCheckpoint(str(self.path), [problem])
-        if xxhash.xxh3_128_hexdigest(view) != shard.xxh3_128:
-            problem = Problem(shard.file, name, "corrupt", "its bytes do not match its hash")
-            raise CorruptCheckpoint(str(self.path), [problem])
+            raise CorruptCheckpoint(str(self.path), [Problem(file, tensor, kind, detail)])
+        return fd
 
     def close(self) -> None:
         """Close the files."""
@@ -124,3 +222,136 @@ class Reader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _box(shard: Shard) -> Box:
+    return Box(shard.offset, shard.shape)
+
+
+def units(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """What one thread reads at once, largest first: a large shard, or small neighbours in a file.
+
+    Jobs whose sink is `serial` are all in one unit.
+    """
+    found: list[list[_Job]] = []
+    serial = [job for job in jobs if job.sink.serial]
+    run: list[_Job] = []
+    for job in sorted(jobs, key=lambda job: (job.shard.file, job.shard.begin)):
+        begin, end = job.shard.begin, job.shard.end
+        if job.sink.serial:
+            continue
+        if end - begin > SMALL_BYTES:
+            found.append([job])
+        elif (
+            run
+            and run[-1].shard.file == job.shard.file
+            and run[-1].shard.end == begin
+            and end - run[0].shard.begin <= SCRATCH_BYTES
+        ):
+            run.append(job)
+        else:
+            run = [job]
+            found.append(run)
+    found.sort(key=lambda unit: unit[0].shard.begin - unit[-1].shard.end)
+    return [serial, *found] if serial else found
+
+
+class _Pass:
+    """One reading of many shards, by several threads; the first failure stops them all."""
+
+    def __init__(
+        self, reader: Reader, storage: Storage, files: dict[str, int], todo: list[list[_Job]]
+    ) -> None:
+        self._path, self._storage, self._files = reader.path, storage, files
+        self._bytes = sum(job.shard.end - job.shard.begin for unit in todo for job in unit)
+        self._todo = todo[::-1]
+        self._stop = threading.Event()
+        self._problems: list[Problem] = []
+
+    def run(self) -> None:
+        """Read it all."""
+        count = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(self._todo))
+        if count < 2 or self._bytes < SCRATCH_BYTES:
+            self._work()
+        else:
+            with ThreadPoolExecutor(count, thread_name_prefix="eke-reader") as pool:
+                futures = [pool.submit(self._work) for _ in range(count)]
+                try:
+                    for future in futures:
+                        future.result()
+                finally:
+                    self._stop.set()
+        if self._problems:
+            found = sorted(self._problems, key=lambda one: (one.file, one.tensor or ""))
+            raise CorruptCheckpoint(str(self._path), found)
+
+    def _work(self) -> None:
+        scratch = np.empty(SCRATCH_BYTES, np.uint8)
+        try:
+            while self._todo and not self._stop.is_set():
+                try:
+                    unit = self._todo.pop()
+                except IndexError:
+                    return  # another thread took the last one
+                if len(unit) > 1 and not unit[0].sink.serial:
+                    self._read_together(unit, scratch)
+                else:
+                    for job in unit:
+                        self._read(job, scratch)
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _read_together(self, unit: list[_Job], scratch: Bytes) -> None:
+        begin, file = unit[0].shard.begin, unit[0].shard.file
+        data = scratch[: unit[-1].shard.end - begin]
+        count = self._take(file, data, begin)
+        for job in unit:
+            if job.shard.end - begin > count:
+                self._blame(job, "incomplete", "the file ends inside it")
+                return
+            part = data[job.shard.begin - begin : job.shard.end - begin]
+            if xxhash.xxh3_128_hexdigest(part.data) != job.shard.xxh3_128:
+                self._blame(job, "corrupt", "its bytes do not match its hash")
+                return
+            room = job.sink.room(job.box)
+            if room is None:
+                job.sink.put(job.box, 0, part)
+            else:
+                room.memory[:] = part[room.begin : room.end]
+
+    def _read(self, job: _Job, scratch: Bytes) -> None:
+        shard, size = job.shard, job.shard.end - job.shard.begin
+        room = job.sink.room(job.box)
+        digest = xxhash.xxh3_128()
+        position = 0
+        while position < size and not self._stop.is_set():
+            end = min(position + SCRATCH_BYTES, size)
+            straight = room is not None and room.begin <= position < room.end
+            if room is not None and straight:
+                end = min(end, room.end)
+                window = room.memory[position - room.begin : end - room.begin]
+            else:
+                if room is not None and position < room.begin:
+                    end = min(end, room.begin)
+                window = scratch[: end - position]
+            if self._take(shard.file, window, shard.begin + position) < end - position:
+                self._blame(job, "incomplete", "the file ends inside it")
+                return
+            digest.update(window.data)
+            if room is None:
+                job.sink.put(job.box, position, window)
+            position = end
+        if position == size and digest.hexdigest() != shard.xxh3_128:
+            self._blame(job, "corrupt", "its bytes do not match its hash")
+
+    def _take(self, file: str, window: Bytes, begin: int) -> int:
+        try:
+            return read_exactly(self._storage, self._files[file], window.data, begin)
+        except OSError as error:
+            error.filename = str(self._path / file)
+            raise
+
+    def _blame(self, job: _Job, kind: Kind, detail: str) -> None:
+        self._problems.append(Problem(job.shard.file, job.name, kind, detail))
+        self._stop.set()
