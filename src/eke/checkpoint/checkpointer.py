@@ -289,10 +289,14 @@ class Checkpointer:
         only: Iterable[str] | None = None,
         strict: bool = True,
         fallback: bool = False,
+        cast: bool = False,
+        check_first: bool = False,
     ) -> LoadReport | None:
         """Load a checkpoint, the newest by default, into what is attached.
 
-        Every byte is checked before anything live is changed.
+        Manifest, lengths, headers, objects and how it all fits are checked before anything live is
+        changed. The bytes of tensors are checked as they are read, so if one is damaged, what is
+        attached is partly restored then, and `CorruptCheckpoint.partly_restored` is true.
 
         Args:
             step: which one.
@@ -300,7 +304,12 @@ class Checkpointer:
                 into nor compared.
             strict: whether it is an error that saved and attached state differ.
             fallback: whether, if the newest is damaged, to take the newest that is sound; the
-                report's `damaged` says what was passed over.
+                report's `damaged` says what was passed over. It overwrites all that a damaged one
+                has changed.
+            cast: whether a saved floating-point tensor may be converted into a live one of another
+                floating-point type; the report's `cast` names them. Else they are mismatched.
+            check_first: whether to check the bytes of tensors, too, before anything live is
+                changed, at the cost of reading them twice: for going back in a run that is sound.
 
         Returns:
             None when there is nothing to restore.
@@ -329,6 +338,8 @@ class Checkpointer:
             partial=only is not None,
             strict=strict,
             fallback=fallback,
+            cast=cast,
+            check_first=check_first,
         )
 
     def steps(self) -> list[int]:

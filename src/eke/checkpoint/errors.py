@@ -64,14 +64,20 @@ class CorruptCheckpoint(EkeError):
     Attributes:
         path: the checkpoint's directory.
         problems: what is wrong, each with its file and tensor; never empty.
+        partly_restored: whether live state was changed before it was found.
     """
 
-    def __init__(self, path: str, problems: Sequence[Problem]) -> None:
+    def __init__(
+        self, path: str, problems: Sequence[Problem], *, partly_restored: bool = False
+    ) -> None:
         self.path, self.problems = path, tuple(problems)
+        self.partly_restored = partly_restored
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        advice = "Restore an older step, or let restore(fallback=True) take the newest sound one"
         super().__init__(
             f"the checkpoint {path} is {worst(problems)}: {problems[0]}{more}",
-            fix="Restore an older step, or let restore(fallback=True) take the newest sound one",
+            rule="the state is now partly restored from it" if partly_restored else None,
+            fix=f"Do not train on with it. {advice}" if partly_restored else advice,
         )
 
 

@@ -33,7 +33,6 @@ def load_tensors(
     storage = storage or Storage()
     directory = checkpoint_of(path)
     patterns = [only] if isinstance(only, str) else list(only)
-    loaded: dict[str, torch.Tensor] = {}
     with reading(directory):
         manifest = open_manifest(directory, storage)
         names = manifest.names()
@@ -46,8 +45,6 @@ def load_tensors(
                 )
         wanted = [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
         with Reader(directory, manifest, storage) as reader:
-            for name in wanted:
-                target = manifest.aliases.get(name, name)
-                if target not in loaded:
-                    loaded[target] = reader.read(target)
-            return {name: loaded[manifest.aliases.get(name, name)] for name in wanted}
+            own = {name: manifest.aliases.get(name, name) for name in wanted}
+            loaded = reader.read_all(dict.fromkeys(own.values()))
+            return {name: loaded[target] for name, target in own.items()}

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from eke.checkpoint.providers import STATE, Fit, Saved, Segment, Spec, unwrap
-from eke.checkpoint.tensors import copy_exactly, dtype_name
+from eke.checkpoint.providers import STATE, Fit, Saved, Segment, unwrap
+from eke.checkpoint.reader import Fill
+from eke.checkpoint.tensors import copy_exactly
 from eke.errors import InputError
 
 _NAMES = "param_names"
@@ -116,6 +117,15 @@ class OptimizerProvider:
         live = set(self._names().values())
         there = {name for group in saved.state["groups"] for name in group["names"]}
         fit = Fit(missing=sorted(live - there), unexpected=sorted(there - live))
+        if fit.missing:
+            fit.notes.append(
+                f"the optimizer updates {fit.missing[0]} now, which was frozen or did not exist "
+                "when this was saved"
+            )
+        if fit.unexpected:
+            fit.notes.append(
+                f"the optimizer no longer updates {fit.unexpected[0]}: it is frozen now, or gone"
+            )
         if not fit.missing and not fit.unexpected:
             pairs = len(self._groups(saved))
             if pairs != len(self.optimizer.param_groups) or pairs != len(saved.state["groups"]):
@@ -133,11 +143,27 @@ class OptimizerProvider:
             return
         there = {name for group in saved.state["groups"] for name in group["names"]}
         names = self._names()
+        states: dict[torch.Tensor, dict[Any, Any] | None] = {}
+        wanted: list[Fill] = []
         for group in self.optimizer.param_groups:
             step_on_device = bool(group.get("capturable")) or bool(group.get("fused"))
             for parameter in group["params"]:
-                if names[parameter] in there:
-                    self._load_parameter(parameter, names[parameter], saved, step_on_device)
+                if (name := names[parameter]) in there:
+                    fills = self._fills(parameter, name, saved, step_on_device)
+                    wanted += fills.values()
+                    states[parameter] = None
+                    if name in saved.state["tensors"]:  # else it had not been updated yet
+                        tensors = {key: fill.target for key, fill in fills.items()}
+                        states[parameter] = {**tensors, **saved.state["values"][name]}
+        saved.fill(wanted)
+        # Nothing of the old state is let go before the new one is there.
+        for parameter, state in states.items():
+            if state is None:
+                self.optimizer.state.pop(parameter, None)
+            else:
+                self.optimizer.state[parameter] = state
+        for key in [key for key in self.optimizer.state if key not in names]:
+            del self.optimizer.state[key]
         for key, value in saved.state["shared"].items():
             self.optimizer.state[key] = value
         for live, stored in self._groups(saved):
@@ -148,24 +174,28 @@ class OptimizerProvider:
                 else:
                     live[key] = value
 
-    def _load_parameter(
+    def _fills(
         self, parameter: torch.Tensor, name: str, saved: Saved, step_on_device: bool
-    ) -> None:
-        old = self.optimizer.state.pop(parameter, {})
-        if name not in saved.state["tensors"]:
-            return  # it had not been updated yet
-        new: dict[Any, Any] = {}
-        for key in saved.state["tensors"][name]:
-            tensor = old.get(key)
-            if isinstance(tensor, torch.Tensor) and saved.tensors[f"{name}/{key}"] == Spec(
-                dtype_name(tensor.dtype), tuple(tensor.shape)
-            ):
-                saved.copy_into(f"{name}/{key}", tensor)
-            else:
+    ) -> dict[str, Fill]:
+        """What of a parameter's state is to be read into which tensor, live or new, by key."""
+        old = self.optimizer.state.get(parameter, {})
+        fills: dict[str, Fill] = {}
+        for key in saved.state["tensors"].get(name, ()):
+            full, tensor = f"{name}/{key}", old.get(key)
+            if not isinstance(tensor, torch.Tensor) or not saved.takes(full, tensor):
+                spec = saved.tensors[full]
+                dtype = getattr(torch, spec.dtype)
+                assert isinstance(dtype, torch.dtype)
+                if saved.cast and key != "step" and _floating(dtype, parameter):
+                    dtype = parameter.dtype  # as torch's own load_state_dict has it
                 device = "cpu" if key == "step" and not step_on_device else parameter.device
-                tensor = saved.read(f"{name}/{key}").to(device)
-            new[key] = tensor
-        self.optimizer.state[parameter] = {**new, **saved.state["values"][name]}
+                tensor = torch.empty(spec.shape, dtype=dtype, device=device)
+            fills[key] = Fill(full, tensor)
+        return fills
+
+
+def _floating(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    return dtype.is_floating_point and tensor.is_floating_point()
 
 
 def _same_kind(now: torch.Tensor, value: object) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from eke.checkpoint.tensors import dtype_name
+from eke.checkpoint.reader import Fill
 from eke.errors import InputError
 
 STATE, FROZEN, OTHER = "state", "frozen", "other"
@@ -58,13 +58,21 @@ class Saved:
         tensors: what its segments were, by key.
         state: what its `state()` returned.
         read: a new CPU tensor with a segment's contents, hashes checked.
-        copy_into: the same, into a live tensor of equal dtype and shape on any device.
+        copy_into: the same, into a live tensor of equal shape on any device.
+        fill: many of the latter at once, in parallel; also parts of a segment.
+        cast: whether live tensors of another floating-point type are to be filled too.
     """
 
     tensors: Mapping[str, Spec]
     state: Any
     read: Callable[[str], torch.Tensor]
     copy_into: Callable[[str, torch.Tensor], None]
+    fill: Callable[[Sequence[Fill]], None]
+    cast: bool = False
+
+    def takes(self, key: str, live: torch.Tensor) -> bool:
+        """Whether a live tensor can take a segment: same shape, and same or castable dtype."""
+        return _alike(self.tensors[key], live, self.cast)
 
 
 @dataclass
@@ -72,13 +80,15 @@ class Fit:
     """Where saved and live state differ; names within the provider, "" for all of it.
 
     `left_alone` is what stays as it is now without this being a difference of the two states, such
-    as the generators of a GPU that this machine does not have.
+    as the generators of a GPU that this machine does not have. `notes` are sentences that say to a
+    user what the differences mean.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 @runtime_checkable
@@ -108,14 +118,25 @@ class StateProvider(Protocol):
         ...
 
 
-def compare(saved: Mapping[str, Spec], live: Mapping[str, torch.Tensor]) -> Fit:
-    """The fit of saved segments and live tensors by name, dtype and shape."""
+def _alike(saved: Spec, live: torch.Tensor, cast: bool) -> bool:
+    dtype = getattr(torch, saved.dtype)
+    assert isinstance(dtype, torch.dtype)
+    castable = cast and dtype.is_floating_point and live.is_floating_point()
+    return (dtype == live.dtype or castable) and saved.shape == tuple(live.shape)
+
+
+def compare(
+    saved: Mapping[str, Spec], live: Mapping[str, torch.Tensor], *, cast: bool = False
+) -> Fit:
+    """The fit of saved segments and live tensors by name, dtype and shape.
+
+    With `cast`, two floating-point types fit one another.
+    """
     fit = Fit(
         missing=sorted(live.keys() - saved.keys()), unexpected=sorted(saved.keys() - live.keys())
     )
     for key in sorted(saved.keys() & live.keys()):
-        now = Spec(dtype_name(live[key].dtype), tuple(live[key].shape))
-        if now != saved[key]:
+        if not _alike(saved[key], live[key], cast):
             fit.mismatched.append(key)
     return fit
 
@@ -182,7 +203,7 @@ class ModuleProvider:
     def fit(self, saved: Saved) -> Fit:
         """By name, dtype and shape."""
         tensors, extra = self._split()
-        fit = compare(saved.tensors, tensors)
+        fit = compare(saved.tensors, tensors, cast=saved.cast)
         stored = saved.state or {}
         fit.missing += sorted(extra.keys() - stored.keys())
         fit.unexpected += sorted(stored.keys() - extra.keys())
@@ -192,11 +213,12 @@ class ModuleProvider:
         """Copy into the live tensors; a tensor with several names is copied once."""
         tensors, extra = self._split()
         skip = set(self.fit(saved).mismatched)
-        done: set[int] = set()
-        for key, tensor in tensors.items():
-            if key in saved.tensors and key not in skip and id(tensor) not in done:
-                saved.copy_into(key, tensor)
-                done.add(id(tensor))
+        wanted = {
+            id(tensor): Fill(key, tensor)
+            for key, tensor in reversed(tensors.items())
+            if key in saved.tensors and key not in skip
+        }
+        saved.fill(list(wanted.values()))
         for key, value in (saved.state or {}).items():
             if key in extra:
                 owner = key.removesuffix("_extra_state").removesuffix(".")

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ from eke.checkpoint.boxes import Box, overlap
 from eke.checkpoint.checks import ManifestError
 from eke.checkpoint.errors import CorruptCheckpoint, Kind, Problem
 from eke.checkpoint.manifest import MANIFEST, Manifest, Shard, TensorEntry
-from eke.checkpoint.sink import Bytes, Sink
+from eke.checkpoint.opening import open_objects
+from eke.checkpoint.sink import Bytes, Sink, clashing
 from eke.checkpoint.storage import Storage, read_exactly
+from eke.checkpoint.tensorfile import header_of, scan
 from eke.errors import InputError
 
 SCRATCH_BYTES = 1 << 20
@@ -80,6 +82,7 @@ class Reader:
         self.cast: set[str] = set()
         self._storage = storage
         self._files: dict[str, int] = {}
+        self._objects: dict[str, Mapping[str, Any]] = {}
 
     def read(self, name: str) -> torch.Tensor:
         """A new CPU tensor.
@@ -137,6 +140,8 @@ class Reader:
             jobs += [_Job(name, shard, sink) for shard in common]
             if common and (len(common) > 1 or _box(common[0]) != sink.box):
                 self.resharded.add(name)
+        for one in clashing(sinks):
+            one.serial = True
         _Pass(self, self._storage, self._files, units(jobs)).run()
         for sink in sinks:
             sink.finish()
@@ -197,7 +202,7 @@ class Reader:
             problem = Problem(file, tensor, "incomplete", "the file is missing")
             raise CorruptCheckpoint(str(self.path), [problem]) from error
         except ManifestError as error:
-            problem = Problem(file, name, error.kind, error.detail)
+            problem = Problem(file, tensor, error.kind, error.detail)
             raise CorruptCheckpoint(str(self.path), [problem]) from error
         self._files[file] = fd
         size, stated = self._storage.size(fd), self.manifest.files[file].bytes
@@ -206,6 +211,42 @@ class Reader:
             kind: Kind = "incomplete" if size < stated else "corrupt"
             raise CorruptCheckpoint(str(self.path), [Problem(file, tensor, kind, detail)])
         return fd
+
+    def objects(self, file: str) -> Mapping[str, Any]:
+        """The encoded objects in a file, by provider; read once.
+
+        Raises:
+            CorruptCheckpoint: the file is absent, damaged or malformed.
+            OSError: the disk failed.
+        """
+        if file not in self._objects:
+            self._objects[file] = open_objects(self.path, file, self.manifest, self._storage)
+        return self._objects[file]
+
+    def check(self, files: Iterable[str]) -> None:
+        """Check all of these files but the bytes of tensors, which are checked as they are read.
+
+        A header that is not the one that follows from the manifest was written by another version,
+        or is damaged: then the hash of the whole file decides.
+
+        Raises:
+            CorruptCheckpoint: something is wrong.
+            OSError: the disk failed.
+        """
+        shards = self.manifest.shards_by_file()
+        encoded = {file for entry in self.manifest.objects.values() for file in entry.files}
+        for file in files:
+            fd = self.open(file)
+            if file in encoded:
+                self.objects(file)
+                continue
+            expected = header_of(self.manifest, file, shards[file])
+            found = bytearray(len(expected or b""))
+            read_exactly(self._storage, fd, memoryview(found), 0)
+            if expected is None or found != expected:
+                problems = scan(self._storage, self.path / file, self.manifest, shards[file])
+                if problems:
+                    raise CorruptCheckpoint(str(self.path), problems)
 
     def close(self) -> None:
         """Close the files."""

@@ -1,28 +1,27 @@
-"""From a checkpoint back into live state: choose a step, check all of it, compare, then load.
+"""From a checkpoint back into live state: choose a step, check it, compare, then load.
 
-Property: until every file's every byte has been checked on some rank, every object decoded, and
-every provider has said that its part fits, nothing that is live is changed. Tensors are checked
-once more as they are read for good, before they are copied.
+Property: until the manifest, every file's length and header, every object and every provider's fit
+have been checked on some rank, nothing that is live is changed. The bytes of tensors are checked as
+they pass into live memory, so that each is read once; or all of them before, with `check_first`.
+
+Falling back from a step that turned out to be damaged half way is only allowed to a step that
+overwrites all that the damaged one may have changed.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from eke.checkpoint.capture import rank_name
-from eke.checkpoint.checks import ManifestError
-from eke.checkpoint.errors import CorruptCheckpoint, Problem
+from eke.checkpoint.attempt import Attempt
+from eke.checkpoint.errors import CorruptCheckpoint
 from eke.checkpoint.layout import step_dirs
-from eke.checkpoint.manifest import MANIFEST, Manifest
-from eke.checkpoint.objects import decode
-from eke.checkpoint.opening import open_manifest, open_objects
-from eke.checkpoint.providers import Fit, Saved, Spec, StateProvider
+from eke.checkpoint.manifest import MANIFEST
+from eke.checkpoint.opening import open_manifest
+from eke.checkpoint.providers import StateProvider
 from eke.checkpoint.reader import Reader
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.together import agree
@@ -45,6 +44,9 @@ class LoadReport:
         mismatched: state that both have, but not alike; the live one is as it was.
         left_alone: state that cannot move here, such as the generators of another number of
             ranks; the live one is as it was. This is never an error.
+        resharded: tensors that were put together otherwise than they were saved: what this rank
+            took is none of the boxes that were written.
+        cast: tensors that were converted to another floating-point type, with `cast=True`.
         damaged: (step, why) of newer checkpoints that were passed over, with `fallback=True`.
     """
 
@@ -54,6 +56,8 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     left_alone: tuple[str, ...] = ()
+    resharded: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
     damaged: tuple[tuple[int, str], ...] = ()
 
 
@@ -67,6 +71,8 @@ def restore(
     partial: bool,
     strict: bool,
     fallback: bool,
+    cast: bool,
+    check_first: bool,
 ) -> LoadReport | None:
     """Load a step, the newest by default, into the providers. A collective.
 
@@ -79,22 +85,29 @@ def restore(
     """
     candidates: list[int] = agree("looking for checkpoints", lambda: _candidates(root, step))[0]
     damaged: list[tuple[int, str]] = []
+    untouched: set[str] | None = None
     for chosen in candidates:
         path = step_dirs(root).get(chosen, root / f"step-{chosen:09d}")
+        attempt = None
         try:
-            manifest = _check(path, storage, here)
+            with ExitStack() as stack:
+                reader = _opened(stack, path, storage, here, check_first)
+                attempt = Attempt(providers, reader, here, cast=cast, partial=partial)
+                _load(attempt, path, strict, untouched)
+                return _report(attempt, reader, damaged)
         except CorruptCheckpoint as error:
             if step is not None or not fallback:
                 raise
             log.warning("step %d is damaged and is passed over: %s", chosen, error)
             damaged.append((chosen, str(error.problems[0])))
-            continue
-        with Reader(path, manifest, storage) as reader:
-            return _load(providers, reader, storage, here, partial, strict, tuple(damaged))
+            if error.partly_restored and attempt is not None:
+                left = attempt.untouched
+                untouched = left if untouched is None else untouched & left
     if damaged:
+        now = [] if untouched is None else ["the state is now partly restored from one of them"]
         raise EkeError(
             f"none of the {len(damaged)} checkpoints in {root} is sound",
-            rule="; ".join(f"step {number}: {why}" for number, why in damaged),
+            rule="; ".join([*(f"step {number}: {why}" for number, why in damaged), *now]),
             fix="Restore the directory from a copy, or start anew in another one",
         )
     return None
@@ -113,140 +126,53 @@ def _candidates(root: Path, step: int | None) -> list[int]:
     return [step]
 
 
-def _check(path: Path, storage: Storage, here: World) -> Manifest:
-    """Read and check every byte, the files shared out over the ranks."""
-    found: list[Manifest] = []
+def _opened(
+    stack: ExitStack, path: Path, storage: Storage, here: World, check_first: bool
+) -> Reader:
+    """The checkpoint, open for reading, after all checks that change nothing.
+
+    Its files are shared out over the ranks: each is checked by one of them.
+    """
+    opened: list[Reader] = []
 
     def work() -> None:
         manifest = open_manifest(path, storage)
+        reader = stack.enter_context(Reader(path, manifest, storage))
+        opened.append(reader)
         mine = sorted(manifest.files)[here.rank :: here.size]
-        problems = check_files(path, manifest, mine, storage)
-        if problems:
-            raise CorruptCheckpoint(str(path), problems)
-        found.append(manifest)
+        if check_first:
+            problems = check_files(path, manifest, mine, storage)
+            if problems:
+                raise CorruptCheckpoint(str(path), problems)
+        else:
+            reader.check(mine)
 
     agree(f"checking {path.name}", work)
-    return found[0]
+    return opened[0]
 
 
-def _load(
-    providers: Mapping[str, StateProvider],
-    reader: Reader,
-    storage: Storage,
-    here: World,
-    partial: bool,
-    strict: bool,
-    damaged: tuple[tuple[int, str], ...],
-) -> LoadReport:
-    manifest, path = reader.manifest, reader.path
-    parts: dict[str, Saved] = {}
-    report: dict[str, list[str]] = {
-        "missing": [name for name in providers if name not in manifest.objects],
-        "unexpected": [n for n in manifest.objects if n not in providers and not partial],
-        "mismatched": [],
-        "left_alone": [],
-    }
+def _load(attempt: Attempt, path: Path, strict: bool, untouched: set[str] | None) -> None:
+    """Compare, then load; `untouched` is what a damaged step before this one has not changed."""
 
     def compare() -> None:
-        for name, provider in providers.items():
-            if name not in manifest.objects:
-                continue
-            entry = manifest.objects[name]
-            if entry.per_rank and manifest.world_size != here.size:
-                # What differs between ranks by design has no place among another number of them;
-                # what turned out to differ, such as a loader's position, is the user's to settle.
-                sort = "left_alone" if provider.per_rank else "mismatched"
-                report[sort].append(f"{name} (of {manifest.world_size} ranks)")
-                continue
-            parts[name] = _saved(name, provider, reader, storage, here)
-            fit = _fit(path, name, provider, parts[name])
-            for sort, names in report.items():
-                names += [f"{name}/{key}" for key in getattr(fit, sort)]
-        if strict and (report["missing"] or report["unexpected"] or report["mismatched"]):
-            raise _misfit(path, report)
-
-    def load() -> None:
-        for name, saved in parts.items():
-            try:
-                providers[name].load(saved)
-            except Exception as error:
-                raise _half_done(path, name, error) from error
+        attempt.compare(strict)
+        if untouched is not None and (left := sorted(attempt.untouched - untouched)):
+            raise EkeError(
+                f"{path} cannot take the place of the damaged checkpoint: it does not have "
+                f"{left[0]}, which is now partly restored from that one",
+                fix="Do not train on with it: start the process again, and restore this step",
+            )
 
     agree(f"restoring {path.name}", compare)
-    agree(f"restoring {path.name}", load)
+    agree(f"restoring {path.name}", attempt.load)
+
+
+def _report(attempt: Attempt, reader: Reader, damaged: list[tuple[int, str]]) -> LoadReport:
     return LoadReport(
-        manifest.step,
-        path,
-        damaged=damaged,
-        **{sort: tuple(names) for sort, names in report.items()},
-    )
-
-
-def _saved(
-    name: str, provider: StateProvider, reader: Reader, storage: Storage, here: World
-) -> Saved:
-    """One provider's part, as this rank takes it."""
-    manifest, entry = reader.manifest, reader.manifest.objects[name]
-    file = entry.files[here.rank if entry.per_rank else 0]
-    objects = open_objects(reader.path, file, manifest, storage)
-    prefix = f"{name}/{rank_name(here.rank)}/" if provider.per_rank else f"{name}/"
-    tensors = {}
-    for full in manifest.names():
-        spec = manifest.find(full)
-        if spec is not None and spec.role == "segment" and full.startswith(prefix):
-            tensors[full.removeprefix(prefix)] = Spec(spec.dtype, spec.shape)
-    cache: dict[str, torch.Tensor] = {}
-
-    def tensor(key: str) -> torch.Tensor:
-        key = manifest.aliases.get(key, key)
-        if key not in cache:
-            cache[key] = reader.read(key)
-        return cache[key]
-
-    try:
-        state: Any = decode(objects[name], tensor)
-    except (ManifestError, KeyError) as error:
-        problem = Problem(file, None, "corrupt", f"the object {name!r} cannot be decoded: {error}")
-        raise CorruptCheckpoint(str(reader.path), [problem]) from error
-    return Saved(
-        tensors,
-        state,
-        read=lambda key: reader.read(prefix + key),
-        copy_into=lambda key, live: reader.copy_into(prefix + key, live),
-    )
-
-
-def _fit(path: Path, name: str, provider: StateProvider, saved: Saved) -> Fit:
-    """What a provider says of its part; whatever it stumbles over is what it cannot take."""
-    try:
-        return provider.fit(saved)
-    except EkeError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"the checkpoint {path} does not fit what is attached",
-            rule=f"the saved state of {name!r} is not of the kind that it takes: {error}",
-            fix="Attach what was attached when it was saved",
-        ) from error
-
-
-def _misfit(path: Path, report: Mapping[str, list[str]]) -> InputError:
-    parts = []
-    for sort in ("missing", "unexpected", "mismatched"):
-        names = report[sort]
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            parts.append(f"{sort}: {', '.join(names[:3])}{more}")
-    return InputError(
-        f"the checkpoint {path} does not fit what is attached",
-        rule="; ".join(parts),
-        fix="Attach what was attached when it was saved, or call restore(strict=False)",
-    )
-
-
-def _half_done(path: Path, name: str, error: Exception) -> EkeError:
-    return EkeError(
-        f"restoring {name!r} from {path} failed: {error}",
-        rule="the state may now be partly restored",
-        fix="Do not train on with it: restore again, or start the process again",
+        reader.manifest.step,
+        reader.path,
+        resharded=tuple(sorted(reader.resharded)),
+        cast=tuple(sorted(reader.cast)),
+        damaged=tuple(damaged),
+        **{sort: tuple(names) for sort, names in attempt.report.items()},
     )

@@ -8,6 +8,7 @@ that would start OpenMP threads beside the ones that read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -60,10 +61,10 @@ class Sink:
             size > 1 and stride == 0
             for size, stride in zip(target.shape, target.stride(), strict=True)
         ]
-        self.serial = any(repeated)
+        self._repeated = self.serial = any(repeated)
         self._once: torch.Tensor | None = None
         live = self.target
-        if self.serial:
+        if self._repeated:
             for axis, several in enumerate(repeated):
                 if several:
                     live = live.narrow(axis, 0, 1)
@@ -111,7 +112,7 @@ class Sink:
                 continue
             part_ = array[piece.at : piece.at + count].reshape(piece.shape)[piece.taken]
             place = self._array[piece.place]
-            if self.serial:
+            if self._repeated:
                 self._repeat(piece.place, place, part_)
             else:
                 np.copyto(place, part_)
@@ -139,6 +140,31 @@ class Sink:
             self._once.copy_(self._live[tuple(slice(0, n) for n in self._once.shape)])
         if not self.target.is_inference():
             torch.autograd.graph.increment_version(self.target)
+
+
+def clashing(sinks: Sequence[Sink]) -> list[Sink]:
+    """Those whose memory may overlap another one's: filled at once, neither would have its bytes.
+
+    Two targets that interleave without overlapping, such as columns of one tensor, are counted.
+    """
+    spans = []
+    for sink in sinks:
+        live = sink.target
+        if live.numel():
+            pairs = zip(live.shape, live.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in pairs)
+            end = live.data_ptr() + (last + 1) * live.element_size()
+            spans.append((str(live.device), live.data_ptr(), end, sink))
+    spans.sort(key=lambda span: span[:3])
+    found: dict[int, Sink] = {}
+    reach: tuple[str, int, Sink] | None = None
+    for device, begin, end, sink in spans:
+        if reach is not None and reach[0] == device and begin < reach[1]:
+            found |= {id(reach[2]): reach[2], id(sink): sink}
+            if end <= reach[1]:
+                continue
+        reach = (device, end, sink)
+    return list(found.values())
 
 
 def _converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

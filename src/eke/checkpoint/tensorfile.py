@@ -31,6 +31,8 @@ from eke.errors import InputError
 ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
 CHUNK_BYTES = 8 << 20
+SCAN_BYTES = 1 << 20
+"""Read and hash this much at a time: it stays in a core's cache in between."""
 ITEMSIZE = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -146,6 +148,24 @@ def parse_header(body: bytes, file_bytes: int) -> dict[str, Span]:
     if position != file_bytes:
         raise ManifestError("its header does not account for all its bytes")
     return spans
+
+
+def header_of(manifest: Manifest, file: str, shards: Sequence[tuple[str, Shard]]) -> bytes | None:
+    """The header that eke writes for a file of these shards, given in the order of their bytes.
+
+    A file that begins with it has no byte that is not known: the rest is its shards, each with a
+    hash of its own. None if the shards do not lie as eke lays them.
+    """
+    laid: list[Piece] = []
+    for name, shard in shards:
+        dtype, shape = stored_layout(manifest.tensors[name], shard)
+        last = (0,) * (len(shape) - len(shard.offset))
+        laid.append(Piece(shard.key, dtype, shape, (*shard.offset, *last)))
+    header, starts = build_header(laid)
+    ends = [start + piece.nbytes for start, piece in zip(starts, laid, strict=True)]
+    if [(shard.begin, shard.end) for _, shard in shards] != list(zip(starts, ends, strict=True)):
+        return None
+    return header if manifest.files[file].bytes == (ends or [len(header)])[-1] else None
 
 
 class FileWriter:
@@ -265,7 +285,7 @@ def _scan_bytes(
 ) -> list[Problem]:
     entry = manifest.files[file]
     whole = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, entry.bytes)))
+    buffer = memoryview(bytearray(min(SCAN_BYTES, entry.bytes)))
     problems: list[Problem] = []
     position = 0
 

@@ -46,7 +46,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     """An error as JSON values, for another rank."""
     if isinstance(error, CorruptCheckpoint):
         problems = [problem.to_json() for problem in error.problems]
-        return {"kind": "corrupt", "path": error.path, "problems": problems}
+        partly = error.partly_restored
+        return {"kind": "corrupt", "path": error.path, "problems": problems, "partly": partly}
     kind = "input" if isinstance(error, InputError) else "run"
     text = str(error) if isinstance(error, EkeError) else f"{type(error).__name__}: {error}"
     return {"kind": kind, "text": text}
@@ -55,6 +56,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 def rebuild(doing: str, rank: int, row: dict[str, Any]) -> EkeError:
     """The error that another rank described, naming that rank."""
     if row["kind"] == "corrupt":
-        return CorruptCheckpoint(row["path"], [Problem(**problem) for problem in row["problems"]])
+        problems = [Problem(**problem) for problem in row["problems"]]
+        return CorruptCheckpoint(row["path"], problems, partly_restored=row["partly"])
     kind = InputError if row["kind"] == "input" else EkeError
     return kind(f"{doing} failed on rank {rank}: {row['text']}")

@@ -7,17 +7,24 @@ in the directory shows as a problem that names the file, and the tensor if it is
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eke.checkpoint.errors import CorruptCheckpoint, Kind, Problem, reading, worst
 from eke.checkpoint.layout import checkpoint_of, step_dirs, temporaries
-from eke.checkpoint.manifest import MANIFEST, Manifest
+from eke.checkpoint.manifest import MANIFEST, Manifest, Shard
 from eke.checkpoint.opening import open_manifest, open_objects
 from eke.checkpoint.references import references
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import scan
+
+MAX_THREADS = 4
+SERIAL_BYTES = 16 << 20
+"""Less than this is not worth starting threads for."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +110,27 @@ def check_files(
     """
     problems: list[Problem] = []
     shards = manifest.shards_by_file()
-    for file in files:
-        problems += scan(storage, directory / file, manifest, shards[file])
+    threads = min(MAX_THREADS, len(files)) if manifest.data_bytes > SERIAL_BYTES else 1
+    with ThreadPoolExecutor(threads, thread_name_prefix="eke-verify") as pool:
+        check = partial(_scan, directory, manifest, shards, storage)
+        for found in pool.map(check, files) if threads > 1 else map(check, files):
+            problems += found
     broken = {problem.file for problem in problems}
     for name, entry in manifest.objects.items():
         for file in entry.files:
             if file in files and file not in broken:
                 problems += _check_object(directory, manifest, name, file, storage)
     return problems
+
+
+def _scan(
+    directory: Path,
+    manifest: Manifest,
+    shards: Mapping[str, Sequence[tuple[str, Shard]]],
+    storage: Storage,
+    file: str,
+) -> list[Problem]:
+    return scan(storage, directory / file, manifest, shards[file])
 
 
 def _check_object(

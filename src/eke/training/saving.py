@@ -196,8 +196,11 @@ class Saving:
         return report is not None
 
     def back_to(self, step: int, *, only: tuple[str, ...] = ("model", "optimizer")) -> None:
-        """Take the weights (and optimizer state) of an earlier step; all else goes on."""
-        self._saver.restore(step=step, only=only)
+        """Take the weights (and optimizer state) of an earlier step; all else goes on.
+
+        All of it is checked first: a damaged checkpoint changes nothing.
+        """
+        self._saver.restore(step=step, only=only, check_first=True)
 
     def newest(self) -> int | None:
         """The newest saved step, once it is committed."""
