@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from eke.checkpoint import Checkpointer, Keep, OptimizerProvider
+from eke.checkpoint import Checkpointer, CorruptCheckpoint, Keep, OptimizerProvider
 from eke.errors import InputError
 
 
@@ -223,3 +223,71 @@ def test_gradients_are_not_saved_and_do_not_matter(tmp_path):
         ck.save(1).wait()
         assert len(ck.restore().missing) == 0
     assert len(OptimizerProvider(optimizer, model).segments()) == 12
+
+
+def test_state_is_converted_with_its_parameters_when_asked_to(tmp_path):
+    """Into live state of the other type, or, as torch does it, into the parameter's type."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(1).wait()
+    saved = optimizer.state[model[0].weight]
+    for stepped in (False, True):
+        other = net(seed=1).bfloat16()
+        halved = torch.optim.AdamW(other.parameters())
+        if stepped:
+            other[0].weight.grad = torch.ones_like(other[0].weight)
+            halved.step()
+        held = dict(halved.state.get(other[0].weight, {}))
+        with Checkpointer(tmp_path) as ck:
+            ck.attach(model=other, optimizer=halved)
+            report = ck.restore(cast=True)
+        state = halved.state[other[0].weight]
+        assert state["exp_avg"].dtype == torch.bfloat16
+        assert torch.equal(state["exp_avg"], saved["exp_avg"].bfloat16())
+        assert state["step"].dtype == torch.float32
+        assert torch.equal(state["step"], saved["step"])
+        assert all(state[key] is tensor for key, tensor in held.items())
+        assert "optimizer/0.weight/exp_avg" in report.cast
+        assert "optimizer/0.weight/step" not in report.cast
+        other(torch.ones(1, 6, dtype=torch.bfloat16)).sum().backward()
+        halved.step()
+
+
+def test_frozen_and_new_parameters_are_told_apart(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        ck.save(1).wait()
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=torch.optim.AdamW(model[2].parameters()))
+        with pytest.raises(InputError) as caught:
+            ck.restore()
+    for text in (
+        "the optimizer updates 2.bias now, which was frozen or did not exist when this was saved",
+        "the optimizer no longer updates 0.bias: it is frozen now, or gone",
+    ):
+        assert text in str(caught.value)
+
+
+def test_a_restore_that_fails_lets_go_of_no_state(tmp_path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        path = ck.save(1).wait().path
+        held = {p: dict(state) for p, state in optimizer.state.items()}
+        [file] = path.glob("*.state.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CorruptCheckpoint, match="partly restored"):
+            ck.restore(only=["optimizer", "model"])
+    assert {p: state.keys() for p, state in optimizer.state.items()} == {
+        p: state.keys() for p, state in held.items()
+    }
+    assert all(optimizer.state[p][k] is v for p, state in held.items() for k, v in state.items())

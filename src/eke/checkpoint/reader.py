@@ -10,6 +10,7 @@ holds that box; or an error was raised, and the target may hold anything.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -327,7 +328,8 @@ class _Pass:
             raise CorruptCheckpoint(str(self._path), found)
 
     def _work(self) -> None:
-        scratch = np.empty(SCRATCH_BYTES, np.uint8)
+        # Its own mapping, so that it is gone at the end, whatever the thread's heap keeps.
+        scratch: Bytes = np.frombuffer(mmap.mmap(-1, SCRATCH_BYTES), np.uint8)
         try:
             while self._todo and not self._stop.is_set():
                 try:

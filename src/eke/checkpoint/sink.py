@@ -99,23 +99,28 @@ class Sink:
                 tensor), and the saved values for them differ.
         """
         size = self._saved.itemsize
-        first = begin // size
         values = torch.from_numpy(data).view(self._saved)
-        if self._cast:
-            values = _converted(values, self._live.dtype)
+        if not self._cast:
+            self._put(shard, begin // size, values)
+            return
+        for at in range(0, len(values), SERIAL):
+            few = values[at : at + SERIAL].to(self._live.dtype)
+            self._put(shard, begin // size + at, few)
+
+    def _put(self, shard: Box, first: int, values: torch.Tensor) -> None:
         array = plain(values).numpy()
-        for piece in pieces(shard, self.box, first, first + len(data) // size):
+        for piece in pieces(shard, self.box, first, first + len(values)):
             count = prod(piece.shape)
             if self._array is None:
-                part = values[piece.at : piece.at + count].reshape(piece.shape)[piece.taken]
-                self._live[piece.place].copy_(part)
+                some = values[piece.at : piece.at + count].reshape(piece.shape)[piece.taken]
+                self._live[piece.place].copy_(some)
                 continue
-            part_ = array[piece.at : piece.at + count].reshape(piece.shape)[piece.taken]
+            part = array[piece.at : piece.at + count].reshape(piece.shape)[piece.taken]
             place = self._array[piece.place]
             if self._repeated:
-                self._repeat(piece.place, place, part_)
+                self._repeat(piece.place, place, part)
             else:
-                np.copyto(place, part_)
+                np.copyto(place, part)
 
     def _repeat(
         self, where: tuple[slice, ...], place: npt.NDArray[Any], part: npt.NDArray[Any]
@@ -165,10 +170,3 @@ def clashing(sinks: Sequence[Sink]) -> list[Sink]:
                 continue
         reach = (device, end, sink)
     return list(found.values())
-
-
-def _converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(values.shape, dtype=dtype)
-    for begin in range(0, len(values), SERIAL):
-        out[begin : begin + SERIAL].copy_(values[begin : begin + SERIAL])
-    return out
