@@ -238,3 +238,32 @@ def test_torchs_schedulers(tmp_path, name):
         ck.attach(model=model, optimizer=optimizer, scheduler=scheduler)
         ck.restore()
     assert rates(optimizer, scheduler) == expected
+
+
+def test_two_saved_tensors_do_not_become_one_in_silence(tmp_path):
+    def model(*, tied, alike=False):
+        torch.manual_seed(3)
+        made = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+        if alike:
+            made["b"].load_state_dict(made["a"].state_dict())
+        if tied:
+            made["b"].weight = made["a"].weight
+        return made
+
+    for alike in (False, True):
+        saved, live = model(tied=False, alike=alike), model(tied=True)
+        with Checkpointer(tmp_path / str(alike)) as ck:
+            ck.attach(model=saved)
+            ck.save(1).wait()
+        with Checkpointer(tmp_path / str(alike)) as ck:
+            ck.attach(model=live)
+            nn.init.zeros_(live["a"].weight)
+            if alike:
+                ck.restore()
+                assert torch.equal(live["b"].weight, saved["b"].weight)
+            else:
+                with pytest.raises(InputError, match="are one tensor now, and were two"):
+                    ck.restore()
+                report = ck.restore(strict=False)
+                assert report.mismatched == ("model/a.weight", "model/b.weight")
+                assert not live["a"].weight.any()

@@ -6,7 +6,7 @@ is decoded. After that only the bytes of tensors are still unchecked; they are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from eke.checkpoint.capture import rank_name
 from eke.checkpoint.checks import ManifestError
 from eke.checkpoint.errors import CorruptCheckpoint, Problem
-from eke.checkpoint.manifest import ObjectEntry
+from eke.checkpoint.manifest import ObjectEntry, TensorEntry
 from eke.checkpoint.objects import decode
 from eke.checkpoint.providers import Fit, Saved, Spec, StateProvider
 from eke.checkpoint.reader import Fill, Reader
@@ -23,6 +23,12 @@ from eke.distributed import World
 from eke.errors import EkeError, InputError
 
 SORTS = ("missing", "unexpected", "mismatched", "left_alone")
+
+
+def _content(entry: TensorEntry | None) -> Hashable:
+    assert entry is not None
+    shards = sorted((shard.offset, shard.shape, shard.xxh3_128) for shard in entry.shards)
+    return entry.dtype, entry.shape, tuple(shards)
 
 
 class Attempt:
@@ -149,6 +155,7 @@ class Attempt:
             fill=lambda fills: reader.fill(
                 [Fill(prefix + key, live, offset) for key, live, offset in fills]
             ),
+            content=lambda key: _content(manifest.find(prefix + key)),
             cast=self._cast,
         )
 

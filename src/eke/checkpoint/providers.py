@@ -9,7 +9,7 @@ The provider of an optimizer is in `optimizer_state`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -60,6 +60,7 @@ class Saved:
         read: a new CPU tensor with a segment's contents, hashes checked.
         copy_into: the same, into a live tensor of equal shape on any device.
         fill: many of the latter at once, in parallel; also parts of a segment.
+        content: equal for two segments whose values are equal bit for bit.
         cast: whether live tensors of another floating-point type are to be filled too.
     """
 
@@ -68,6 +69,7 @@ class Saved:
     read: Callable[[str], torch.Tensor]
     copy_into: Callable[[str, torch.Tensor], None]
     fill: Callable[[Sequence[Fill]], None]
+    content: Callable[[str], Hashable]
     cast: bool = False
 
     def takes(self, key: str, live: torch.Tensor) -> bool:
@@ -207,6 +209,14 @@ class ModuleProvider:
         stored = saved.state or {}
         fit.missing += sorted(extra.keys() - stored.keys())
         fit.unexpected += sorted(stored.keys() - extra.keys())
+        first: dict[int, str] = {}
+        for key in sorted(saved.tensors.keys() & tensors.keys() - set(fit.mismatched)):
+            one = first.setdefault(id(tensors[key]), key)
+            if saved.content(one) != saved.content(key):
+                fit.mismatched += sorted({one, key} - set(fit.mismatched))
+                fit.notes.append(
+                    f"{one} and {key} are one tensor now, and were two with own values"
+                )
         return fit
 
     def load(self, saved: Saved) -> None:

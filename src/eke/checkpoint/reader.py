@@ -255,6 +255,7 @@ class Reader:
             self._storage.close(self._files.popitem()[1])
 
     def __enter__(self) -> Reader:
+        """Whatever reads a checkpoint's tensors begins here, before its first file is opened."""
         return self
 
     def __exit__(
