@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import eke.checkpoint
-from eke.checkpoint import Checkpointer, Keep, SaveError, load_tensors, steps, verify
+from eke.checkpoint import Checkpointer, Keep, SaveError, collect, load_tensors, steps, verify
 from eke.checkpoint.layout import step_name, temporaries
 from eke.errors import EkeError, InputError
 
@@ -103,6 +103,26 @@ def test_retention_counts_neither_debris_nor_damage(tmp_path, new_run):
         ck.save(2).wait()
         assert ck.steps() == [2]
         assert (tmp_path / step_name(9)).exists(), "what is not a checkpoint is not ours to delete"
+
+
+@pytest.mark.parametrize("by", ["save", "collect"])
+def test_retention_never_deletes_the_last_sound_one(tmp_path, new_run, by):
+    run = new_run()
+    with run.attach_to(Checkpointer(tmp_path, keep=Keep(last=9))) as ck:
+        paths = {step: ck.save(step).wait().path for step in range(1, 6)}
+    for step in (4, 5):
+        file = paths[step] / "rank00000.objects.json"
+        file.write_bytes(file.read_bytes()[:-1])
+    if by == "collect":
+        collect(tmp_path, Keep(last=2))
+        assert steps(tmp_path) == [2, 3, 4, 5]
+        collect(tmp_path, Keep(last=1))
+        assert steps(tmp_path) == [3, 4, 5]
+        assert run.attach_to(Checkpointer(tmp_path)).restore(fallback=True).step == 3
+    else:
+        with run.attach_to(Checkpointer(tmp_path, keep=Keep(last=2))) as ck:
+            ck.save(6).wait()
+            assert ck.steps() == [3, 6], "two sound ones"
 
 
 def test_a_committed_step_is_never_overwritten(saved):

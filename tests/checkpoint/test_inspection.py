@@ -32,6 +32,32 @@ def test_overview_tells_checkpoints_from_what_crashes_left(saved):
     assert row["age_s"] >= 0
 
 
+def test_what_a_glance_shows_is_shown(saved):
+    _, path = saved
+    file = path / "rank00000.state.safetensors"
+    whole = file.read_bytes()
+
+    def row():
+        [one] = overview(path.parent)
+        return one["status"], one["problem"]
+
+    assert row() == ("committed", None)
+    file.write_bytes(whole[:-1])
+    lost = f"it has {len(whole) - 1} of its {len(whole)} bytes"
+    assert row() == ("damaged", f"{file.name}: {lost}")
+    file.write_bytes(whole + b"x")
+    assert row()[1].endswith(f"bytes, not {len(whole)}")
+    file.unlink()
+    assert row() == ("damaged", f"{file.name}: the file is missing")
+    file.write_bytes(whole[::-1])
+    assert row() == ("committed", None), "what no glance can see is for verify"
+    manifest = path / "MANIFEST.json"
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    assert row() == ("damaged", "MANIFEST.json: its digest is not that of its bytes")
+    manifest.unlink()
+    assert row() == ("incomplete", None)
+
+
 def test_inspect(saved):
     run, path = saved
     facts = inspect(path)

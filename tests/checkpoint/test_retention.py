@@ -9,18 +9,36 @@ STEPS = st.lists(st.integers(0, 200), max_size=40)
 KEEPS = st.builds(Keep, last=st.integers(1, 5), every=st.none() | st.integers(1, 30))
 
 
-@given(STEPS, KEEPS, st.sets(st.integers(0, 200), max_size=5))
-def test_against_the_rule_in_words(steps, keep, protected):
-    newest = sorted(set(steps), reverse=True)
+SOME = st.sets(st.integers(0, 200), max_size=5)
+
+
+@given(STEPS, KEEPS, SOME, SOME, st.booleans())
+def test_against_the_rule_in_words(steps, keep, protected, chosen, few):
+    steps = set(steps)
+    damaged = chosen & steps if few else steps - chosen
+    good = sorted(steps - damaged, reverse=True)
     stays = {
         step
-        for rank, step in enumerate(newest)
-        if rank < keep.last or step in protected or (keep.every and step % keep.every == 0)
+        for step in steps
+        if len(steps) <= keep.last
+        or not good
+        or step in good[: keep.last]
+        or step > good[0]
+        or step in protected
+        or (keep.every and step % keep.every == 0)
     }
-    gone = expired(steps, keep, protected)
-    assert gone == sorted(set(steps) - stays)
-    assert not steps or max(steps) not in gone
-    assert expired(stays, keep, protected) == []
+    asked = []
+
+    def sound(step):
+        asked.append(step)
+        return step not in damaged
+
+    gone = expired(steps, keep, protected, sound)
+    assert gone == sorted(steps - stays)
+    assert not good or good[0] not in gone
+    assert good or not gone
+    assert len(asked) <= keep.last + len(damaged)
+    assert expired(stays, keep, protected, sound) == []
 
 
 def test_limit_of_one_keeps_the_newest():

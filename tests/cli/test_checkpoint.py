@@ -59,6 +59,19 @@ def test_ls(run):
     assert [row["step"] for row in json.loads(text)] == [1, 2, 7]
 
 
+def test_ls_shows_what_a_glance_finds(run):
+    file = step_dir(run, 2) / "rank00000.state.safetensors"
+    whole = file.read_bytes()
+    file.unlink()  # the other step may have the same file by another name
+    file.write_bytes(whole[:-3])
+    code, text = invoke("ls", run)
+    assert code == 0
+    [line] = [line for line in text.splitlines() if "damaged" in line]
+    assert f"damaged: {file.name}: it has {len(whole) - 3} of its {len(whole)} bytes" in line
+    [one] = [row for row in json.loads(invoke("ls", run, "--json")[1]) if row["step"] == 2]
+    assert (one["status"], one["problem"].split(":")[0]) == ("damaged", file.name)
+
+
 def test_ls_of_nothing(tmp_path):
     assert invoke("ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n")
     with pytest.raises(InputError, match="no such directory"):

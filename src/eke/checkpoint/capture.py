@@ -55,7 +55,7 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, bool] = field(default_factory=dict)
-    note: Any = None
+    notes: list[Any] = field(default_factory=list)
 
 
 def rank_name(rank: int) -> str:
@@ -77,7 +77,7 @@ def capture(
         providers: by name.
         step: for errors.
         here: this rank.
-        note: called first, may raise; what it returned on rank 0 is every rank's `Captured.note`.
+        note: called first, may raise; what it returned on each rank is `Captured.notes`.
 
     Raises:
         InputError: something is of a type that a checkpoint cannot hold.
@@ -123,7 +123,7 @@ def capture(
                 f"step {step} cannot be saved: rank {rank} holds other tensors than rank 0",
                 rule="every rank attaches the same things, with tensors of equal names and shapes",
             )
-    out = Captured(note=rows[0]["note"])
+    out = Captured(notes=[row["note"] for row in rows])
 
     def name_all() -> None:
         for name, provider in providers.items():

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -109,6 +109,7 @@ class Checkpointer:
         self._protected: frozenset[int] = frozenset()
         self._closed = False
         self._last: Ticket | None = None
+        self._saves = 0
         self._previous = Previous(self.root, self._storage)
         self._engine = Engine(pool_bytes, self._patience_s, warn=on_error == "warn")
         self._hook = register_optimizer_step_pre_hook(_hook_of(weakref.ref(self)))
@@ -192,7 +193,8 @@ class Checkpointer:
             )
         if not self._providers:
             raise InputError("nothing is attached to save", fix="Call attach(model=...) first")
-        ticket = Ticket(step, self.root / layout.step_name(step), self._engine)
+        self._saves += 1
+        ticket = Ticket(step, self.root / layout.step_name(step), self._engine, self._saves)
         try:
             self._save(ticket)
         except (InputError, SaveError):
@@ -210,10 +212,10 @@ class Checkpointer:
         here, step = world(), ticket.step
         self._engine.wait_for_room()
 
-        def note() -> str | None:
-            self._engine.raise_failed()
-            if not here.is_main:
-                return None
+        def note() -> dict[str, Any]:
+            failed = self._unheard()
+            if failed is not None or not here.is_main:
+                return {"failed": failed}
             in_flight = self._last is not None and not self._last.final and self._last.step == step
             if in_flight or layout.is_committed(ticket.path, self._storage):
                 raise InputError(
@@ -222,9 +224,12 @@ class Checkpointer:
                     rule="a committed checkpoint is never overwritten",
                     fix="After going back to an earlier step, call discard_after(EARLIER) first",
                 )
-            return new_token(me())
+            return {"failed": None, "token": new_token(me())}
 
+        if here.size == 1:
+            self._engine.raise_failed()
         captured = capture(self._providers, step, here, note)
+        self._hear([row["failed"] for row in captured.notes])
         place = Place(
             self._storage,
             self.root,
@@ -236,7 +241,7 @@ class Checkpointer:
             self._previous,
         )
         lanes = lanes_of(captured, here, self._engine.slot_bytes())
-        task = Save(place, ticket, captured, lanes, captured.note, self._protected)
+        task = Save(place, ticket, captured, lanes, captured.notes[0]["token"], self._protected)
         self._engine.submit(task)
 
     def barrier(self, params: Iterable[torch.Tensor] | None = None) -> None:
@@ -273,7 +278,31 @@ class Checkpointer:
     def _settle(self, doing: str) -> None:
         """Wait for what is in flight, so that what was saved can be read. A collective."""
         self._engine.drain()
-        agree(doing, self._engine.raise_failed)
+        self._hear(agree(doing, self._unheard))
+
+    def _unheard(self) -> dict[str, Any] | None:
+        """This rank's oldest failure that nobody has heard of, in JSON for the other ranks."""
+        ticket = self._engine.unheard()
+        if ticket is None:
+            return None
+        return {"serial": ticket.serial, "step": ticket.step, "text": str(ticket.error)}
+
+    def _hear(self, rows: list[Any]) -> None:
+        """Raise the oldest failure that a rank has not heard of, on all ranks and once.
+
+        A failure comes to the ranks at different times: one may still be writing the save of which
+        another knows that it has failed.
+        """
+        told = [(row["serial"], rank, row) for rank, row in enumerate(rows) if row is not None]
+        if not told:
+            return
+        serial, rank, row = min(told, key=lambda one: one[:2])
+        ticket = self._engine.heard(serial)
+        if ticket is not None and ticket.error is not None:
+            raise ticket.error
+        error = SaveError(f"saving step {row['step']} failed on rank {rank}: {row['text']}")
+        error.ticket = ticket
+        raise error
 
     def protect(self, steps: Iterable[int]) -> None:
         """Keep these steps whatever `keep` says, in place of those that were protected before.

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from eke.checkpoint.errors import reading
 from eke.checkpoint.layout import root_of, step_name, steps, temporaries, temporary_name
+from eke.checkpoint.lease import free
 from eke.checkpoint.manifest import MANIFEST
+from eke.checkpoint.opening import glance
 from eke.checkpoint.owner import me, new_token, parse_token, verdict
 from eke.checkpoint.retention import Keep, expired
 from eke.checkpoint.storage import Storage
@@ -108,6 +111,28 @@ def delete(storage: Storage, root: Path, step: int, durable: bool) -> None:
     _remove(storage, doomed)
 
 
+def expire(
+    storage: Storage, root: Path, keep: Keep, *, protected: Collection[int] = (), durable: bool
+) -> list[Path]:
+    """Apply retention; what is being read stays until the next time. Returns what was removed.
+
+    Raises:
+        OSError: the disk refused, and the checkpoint is still there.
+    """
+
+    def sound(step: int) -> bool:
+        return glance(root / step_name(step), storage) is None
+
+    removed = []
+    for step in expired(steps(root), keep, protected, sound):
+        path = root / step_name(step)
+        with free(path, storage) as unread:
+            if unread:
+                delete(storage, root, step, durable)
+                removed.append(path)
+    return removed
+
+
 def clean(storage: Storage, root: Path) -> list[Path]:
     """Remove the attempts and deletions whose owner is dead; returns what was removed."""
     here, removed = me(), []
@@ -122,7 +147,8 @@ def clean(storage: Storage, root: Path) -> list[Path]:
 def collect(root: str | Path, keep: Keep | None = None) -> list[Path]:
     """Remove what crashes left behind, and with `keep` the checkpoints that it does not keep.
 
-    Attempts that may be alive and damaged checkpoints stay. Returns what was removed.
+    Attempts that may be alive, checkpoints that are being read, and damaged ones of which nothing
+    newer is sound stay. Returns what was removed.
 
     Raises:
         InputError: there is no such directory.
@@ -133,9 +159,8 @@ def collect(root: str | Path, keep: Keep | None = None) -> list[Path]:
         raise InputError("there is no such directory", value=str(root))
     with reading(root):
         removed = clean(storage, root)
-        for step in expired(steps(root), keep) if keep is not None else ():
-            delete(storage, root, step, durable=True)
-            removed.append(root / step_name(step))
+        if keep is not None:
+            removed += expire(storage, root, keep, durable=True)
     return removed
 
 

@@ -54,6 +54,7 @@ class Task(Protocol):
     ticket: Ticket
     flow: Flow
     lanes: int
+    doing: str  # what its writer is at, for the error when it is at it for too long
     eager: Mapping[int, int]  # what `submit` waits for: lane -> its first so many blocks
 
     def wanted(self, storages: Collection[object] | None) -> Mapping[int, int]:
@@ -167,8 +168,7 @@ class Engine:
         with self._turn:
             while not reaches(ticket.state, state):
                 if ticket.error is not None:
-                    if ticket in self._errors:
-                        self._errors.remove(ticket)
+                    self._forget(ticket)
                     raise ticket.error
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -191,9 +191,32 @@ class Engine:
         """Raise the oldest failure that nobody has heard of yet."""
         with self._turn:
             if self._errors:
-                error = self._errors.popleft().error
-                assert error is not None
-                raise error
+                ticket = self._errors[0]
+                self._forget(ticket)
+                assert ticket.error is not None
+                raise ticket.error
+
+    def unheard(self) -> Ticket | None:
+        """The oldest failed save that nobody has heard of yet; it stays so."""
+        with self._turn:
+            return self._errors[0] if self._errors else None
+
+    def heard(self, serial: int) -> Ticket | None:
+        """The ranks report this failure now: not again, also if it is yet to come to this one.
+
+        Returns this rank's ticket of it, if the save is in flight or has failed unheard.
+        """
+        with self._turn:
+            for ticket in (*self._errors, *(task.ticket for task in self._tasks)):
+                if ticket.serial == serial:
+                    self._forget(ticket)
+                    return ticket
+        return None
+
+    def _forget(self, ticket: Ticket) -> None:
+        ticket.heard = True
+        if ticket in self._errors:
+            self._errors.remove(ticket)
 
     def close(self) -> None:
         """Wait for what is in flight, then end the threads. Failures stay to be raised."""
@@ -234,7 +257,8 @@ class Engine:
                 task,
                 EkeError(
                     f"saving step {task.ticket.step} has made no progress for "
-                    f"{self._patience_s:g} s; it is {task.ticket.state}",
+                    f"{self._patience_s:g} s; it is {task.ticket.state}"
+                    + (f", {task.doing}" if task.doing else ""),
                     fix="See whether the disk answers and the other ranks live",
                 ),
             )
@@ -409,7 +433,7 @@ class Engine:
         task.ticket.reach("failed")
         if self._warn:
             log.warning("%s", task.ticket.error)
-        else:
+        elif not task.ticket.heard:
             self._errors.append(task.ticket)
         self._turn.notify_all()
 

@@ -11,14 +11,13 @@ from eke.checkpoint.dtypes import tensor_bytes
 from eke.checkpoint.errors import reading
 from eke.checkpoint.layout import (
     checkpoint_of,
-    is_committed,
     root_of,
     step_dirs,
     step_of,
     temporaries,
 )
 from eke.checkpoint.manifest import MANIFEST, TensorEntry
-from eke.checkpoint.opening import open_manifest
+from eke.checkpoint.opening import glance, open_manifest
 from eke.checkpoint.owner import me, parse_token, verdict
 from eke.checkpoint.storage import Storage
 from eke.errors import InputError
@@ -27,10 +26,11 @@ from eke.errors import InputError
 def overview(path: str | Path) -> list[dict[str, Any]]:
     """Everything under a run or a directory of checkpoints, oldest step first.
 
-    Each entry has `name`, `step`, `status`, `bytes` and `age_s`, the seconds since anything in it
-    was changed. The status is `committed`; `damaged` (a manifest that does not hold) or
-    `incomplete` (none), both ignored when the newest is looked for; `saving` or `deleting` (its
-    owner may be alive); or `debris` (its owner is dead: the next save removes it).
+    Each entry has `name`, `step`, `status`, `problem`, `bytes` and `age_s`, the seconds since
+    anything in it was changed. The status is `committed`; `damaged` (a manifest that does not hold,
+    or a file that is absent or not of its length: `problem` says which; other damage only `verify`
+    finds) or `incomplete` (no manifest, ignored when the newest is looked for); `saving` or
+    `deleting` (its owner may be alive); or `debris` (its owner is dead: the next save removes it).
 
     Raises:
         InputError: there is no such directory.
@@ -44,21 +44,23 @@ def overview(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _rows(root: Path) -> Iterator[dict[str, Any] | None]:
-    here = me()
+    here, storage = me(), Storage()
     itself = step_of(root.name)
     for step, directory in ({itself: root} if itself is not None else step_dirs(root)).items():
-        if is_committed(directory):
-            status = "committed"
-        else:
-            status = "damaged" if (directory / MANIFEST).exists() else "incomplete"
-        yield _row(directory, step, status)
+        problem = glance(directory, storage)
+        status = "committed" if problem is None else "damaged"
+        if problem is not None and not (directory / MANIFEST).exists():
+            problem, status = None, "incomplete"
+        yield _row(directory, step, status, None if problem is None else str(problem))
     for directory, purpose, step, token in temporaries(root):
         state = verdict(parse_token(token), here, idle_seconds(directory))
         at_work = "saving" if purpose == "step" else "deleting"
         yield _row(directory, step, "debris" if state == "dead" else at_work)
 
 
-def _row(directory: Path, step: int, status: str) -> dict[str, Any] | None:
+def _row(
+    directory: Path, step: int, status: str, problem: str | None = None
+) -> dict[str, Any] | None:
     try:
         size = sum(one.stat().st_size for one in directory.iterdir() if one.is_file())
     except FileNotFoundError:
@@ -67,6 +69,7 @@ def _row(directory: Path, step: int, status: str) -> dict[str, Any] | None:
         "name": directory.name,
         "step": step,
         "status": status,
+        "problem": problem,
         "bytes": size,
         "age_s": idle_seconds(directory),
     }

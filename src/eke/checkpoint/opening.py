@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import xxhash
 from eke.checkpoint.checks import ManifestError, record, strict_json
 from eke.checkpoint.errors import CorruptCheckpoint, Problem
 from eke.checkpoint.layout import step_of
-from eke.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, parse
+from eke.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, digest_holds, parse
 from eke.checkpoint.storage import Storage, read_file
 from eke.checkpoint.tags import check_tree
 
 OBJECTS_FORMAT = "eke-objects"
 OBJECTS_VERSION = 1
+MOST_KNOWN = 64
+_known_lengths: dict[bytes, Mapping[str, int]] = {}
 
 
 def open_manifest(path: Path, storage: Storage) -> Manifest:
@@ -41,6 +44,46 @@ def open_manifest(path: Path, storage: Storage) -> Manifest:
     except ValueError as error:
         problem = Problem(MANIFEST, None, "corrupt", str(error))
         raise CorruptCheckpoint(str(path), [problem]) from error
+
+
+def glance(path: Path, storage: Storage) -> Problem | None:
+    """What a glance shows to be wrong with a checkpoint: its manifest, and its files' lengths.
+
+    Reads no tensor, so None does not say that every byte is right; `verify` does.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    try:
+        data = read_file(storage, path / MANIFEST, MAX_MANIFEST_BYTES)
+        if not digest_holds(data):
+            return Problem(MANIFEST, None, "corrupt", "its digest is not that of its bytes")
+        lengths = _lengths(data)
+    except FileNotFoundError:
+        return Problem(MANIFEST, None, "incomplete", "the file is missing")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Problem(MANIFEST, None, "foreign", "it is not one that this eke reads")
+    for name, stated in sorted(lengths.items()):
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError:
+            return Problem(name, None, "incomplete", "the file is missing")
+        if size < stated:
+            return Problem(name, None, "incomplete", f"it has {size} of its {stated} bytes")
+        if size > stated:
+            return Problem(name, None, "corrupt", f"it has {size} bytes, not {stated}")
+    return None
+
+
+def _lengths(data: bytes) -> Mapping[str, int]:
+    """The files of a manifest and their lengths; remembered, as each save looks at a few again."""
+    key = xxhash.xxh3_128_digest(data)
+    if key not in _known_lengths:
+        if len(_known_lengths) >= MOST_KNOWN:
+            _known_lengths.clear()
+        files = json.loads(data)["files"]
+        _known_lengths[key] = {name: entry["bytes"] for name, entry in files.items()}
+    return _known_lengths[key]
 
 
 def open_objects(path: Path, file: str, manifest: Manifest, storage: Storage) -> Mapping[str, Any]:

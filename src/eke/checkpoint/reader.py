@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ import xxhash
 from eke.checkpoint.boxes import Box, overlap
 from eke.checkpoint.checks import ManifestError
 from eke.checkpoint.errors import CorruptCheckpoint, Kind, Problem
+from eke.checkpoint.lease import lease
 from eke.checkpoint.manifest import MANIFEST, Manifest, Shard, TensorEntry
 from eke.checkpoint.opening import open_objects
 from eke.checkpoint.sink import Bytes, Sink, clashing
@@ -70,6 +72,8 @@ class _Job(NamedTuple):
 class Reader:
     """Tensors of one checkpoint by their names in the manifest, aliases among them.
 
+    While it is entered, the checkpoint has a lease.
+
     Attributes:
         path: the checkpoint's directory.
         manifest: its manifest.
@@ -82,6 +86,7 @@ class Reader:
         self.resharded: set[str] = set()
         self.cast: set[str] = set()
         self._storage = storage
+        self._lease = ExitStack()
         self._files: dict[str, int] = {}
         self._objects: dict[str, Mapping[str, Any]] = {}
 
@@ -253,9 +258,11 @@ class Reader:
         """Close the files."""
         while self._files:
             self._storage.close(self._files.popitem()[1])
+        self._lease.close()
 
     def __enter__(self) -> Reader:
         """Whatever reads a checkpoint's tensors begins here, before its first file is opened."""
+        self._lease.enter_context(lease(self.path, self._storage))
         return self
 
     def __exit__(

@@ -1,14 +1,15 @@
 """Which committed checkpoints to delete: a pure function over their steps.
 
-Properties, for every set of steps: the newest step always stays; the newest `last` steps stay;
-every multiple of `every` and every protected step stays; all others go; and applying the rule
-twice deletes nothing more.
+Properties, for every set of steps, where a step is *sound* unless it is known to be damaged: the
+newest `last` sound steps stay, and whatever is newer than the newest of them; every multiple of
+`every` and every protected step stays; all others go. So the newest sound step always stays, and
+if none is sound nothing goes. Applying the rule twice deletes nothing more.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from eke.errors import InputError
@@ -56,17 +57,37 @@ class Keep:
         return every
 
 
-def expired(steps: Iterable[int], keep: Keep, protected: Collection[int] = ()) -> list[int]:
+def expired(
+    steps: Iterable[int],
+    keep: Keep,
+    protected: Collection[int] = (),
+    sound: Callable[[int], bool] = lambda step: True,
+) -> list[int]:
     """The steps to delete, oldest first.
 
     Args:
         steps: the committed ones.
         keep: the rule.
         protected: steps that stay whatever the rule says.
+        sound: whether a step can be restored, as far as is known. Asked of the newest steps only,
+            and of no more than are needed.
     """
-    ordered = sorted(set(steps))
+    ordered = sorted(set(steps), reverse=True)
+    if len(ordered) <= keep.last:
+        return []
     every = keep.every_steps
-    older = ordered[: -keep.last]
+    kept: list[int] = []
+    for step in ordered:
+        if len(kept) == keep.last:
+            break
+        if sound(step):
+            kept.append(step)
     return [
-        step for step in older if step not in protected and (every is None or step % every != 0)
+        step
+        for step in reversed(ordered)
+        if kept
+        and step < kept[0]
+        and step not in kept
+        and step not in protected
+        and (every is None or step % every != 0)
     ]

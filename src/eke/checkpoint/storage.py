@@ -71,6 +71,32 @@ class Storage:
                 os.close(fd)
         raise ManifestError("is not a plain file", path.name, kind="foreign")
 
+    def lock(self, path: Path, *, exclusive: bool) -> int:
+        """Lock a file until `unlock` or the process's end; returns the lock's descriptor.
+
+        A shared lock waits for an exclusive one to end; an exclusive lock does not wait:
+        `BlockingIOError`. Other errors than that and `FileNotFoundError` mean that there are no
+        locks here.
+        """
+        flags, how = os.O_RDONLY, fcntl.LOCK_SH
+        if exclusive:  # NFS wants an exclusive lock's descriptor to be writable
+            how = fcntl.LOCK_EX | fcntl.LOCK_NB
+            flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+        fd = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, how)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def unlock(self, fd: int) -> None:
+        """End a lock, copies of its descriptor in forked children included."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
+            os.close(fd)
+
     def write(self, fd: int, data: memoryview) -> int:
         """Write some of `data`; returns how many bytes were taken."""
         return os.write(fd, data)

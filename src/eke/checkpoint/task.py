@@ -22,17 +22,16 @@ import torch
 
 from eke.checkpoint.capture import Captured
 from eke.checkpoint.checks import ManifestError
-from eke.checkpoint.commit import Attempt, clean, delete
+from eke.checkpoint.commit import Attempt, clean, expire
 from eke.checkpoint.conference import Conference
 from eke.checkpoint.engine import Array, Written
 from eke.checkpoint.errors import SaveError, disk_error
 from eke.checkpoint.flow import Flow, Link, Spot
-from eke.checkpoint.layout import steps
 from eke.checkpoint.manifest import Manifest, ObjectEntry, check, merge, serialise
 from eke.checkpoint.opening import OBJECTS_FORMAT, OBJECTS_VERSION
 from eke.checkpoint.previous import Previous
 from eke.checkpoint.providers import FROZEN, OBJECTS, OTHER
-from eke.checkpoint.retention import Keep, expired
+from eke.checkpoint.retention import Keep
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import write_file
 from eke.checkpoint.ticket import Ticket
@@ -74,7 +73,7 @@ class Save:
         token: str,
         protected: frozenset[int],
     ) -> None:
-        self.ticket, self.lanes = ticket, len(lanes)
+        self.ticket, self.lanes, self.doing = ticket, len(lanes), ""
         self._place, self._lanes, self._token, self._protected = place, lanes, token, protected
         self._aliases, self._objects = captured.aliases, captured.objects
         self._per_rank = captured.per_rank
@@ -127,6 +126,7 @@ class Save:
         """See `engine.Task`."""
         place = self._place
         if place.store is not None:
+            self.doing = "talking to rank 0"
             self._talk = Conference(place.store, self._token, place.here, place.patience_s, moved)
         return self._lead(blocks) if place.here.is_main else self._follow(blocks)
 
@@ -144,9 +144,10 @@ class Save:
             with during("commit", "other ranks"):
                 for rank in others:
                     assert talk is not None
-                    reports.append(self._opened(rank, talk.hear(["report"], rank)))
+                    reports.append(self._opened(rank, self._hear(talk, ["report"], rank)))
             manifest = self._manifest(reports)
             data = serialise(manifest)
+            self.doing = f"committing in {place.root}"
             with during("commit", "commit"):
                 path = attempt.commit(data)
             linked = {name for report in reports for name in report["linked"]}
@@ -188,10 +189,10 @@ class Save:
         ).path
         report: dict[str, Any] = {}
         try:
-            self._opened(0, talk.hear(["begun", "done"], 0))
+            self._opened(0, self._hear(talk, ["begun", "done"], 0))
             report = self._write(directory, blocks)
             talk.tell("report", report)
-            size = int(self._opened(0, talk.hear(["done"], 0))["bytes"])
+            size = int(self._opened(0, self._hear(talk, ["done"], 0))["bytes"])
         except Exception as error:
             outcome = talk.look("done", 0)
             if outcome is not None and "error" in outcome:
@@ -202,6 +203,11 @@ class Save:
             talk.tell("bye", {})
         place.previous.committed(directory.parent / self.ticket.path.name, report)
         return size
+
+    def _hear(self, talk: Conference, whats: list[str], rank: int) -> dict[str, Any]:
+        self.doing = f"waiting for rank {rank}"
+        row: dict[str, Any] = talk.hear(whats, rank)
+        return row
 
     def _opened(self, rank: int, row: dict[str, Any]) -> dict[str, Any]:
         """What a rank said, or its error."""
@@ -234,6 +240,7 @@ class Save:
                     self._talk.beat()
                 lane = self._lanes[what.lane]
                 path = directory / lane.file
+                self.doing = f"writing {path}"
                 if isinstance(what, Link):
                     with during("write", "link"):
                         part = self._place.previous.link(lane, directory, durable)
@@ -273,6 +280,7 @@ class Save:
         }
         data = json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         path = directory / objects_file(rank)
+        self.doing = f"writing {path}"
         report["files"][path.name] = write_file(
             self._place.storage, path, data, self._place.durable
         )
@@ -316,8 +324,13 @@ class Save:
         """Apply retention. The new checkpoint is safe by now, so a failure here is not a save's."""
         place = self._place
         try:
-            for step in expired(steps(place.root), place.keep, self._protected):
-                delete(place.storage, place.root, step, place.durable)
+            expire(
+                place.storage,
+                place.root,
+                place.keep,
+                protected=self._protected,
+                durable=place.durable,
+            )
         except OSError as error:
             log.warning("could not delete an old checkpoint (%s); the next save tries again", error)
 
@@ -331,8 +344,9 @@ def save_error(ticket: Ticket, error: BaseException) -> SaveError:
         shown = error
     else:
         shown = EkeError(f"{doing} failed: {type(error).__name__}: {error}")
+    named = f"step {ticket.step} " in f"{shown.what} "
     failed = SaveError(
-        shown.what,
+        shown.what if named else f"{doing} failed: {shown.what}",
         value=shown.value,
         rule=shown.rule or "older checkpoints are untouched",
         fix=shown.fix,

@@ -44,13 +44,18 @@ class Ticket:
         bytes_written: what all ranks wrote, once committed: the length of all files but those that
             were linked because they had not changed.
         error: what it failed with.
+        serial: which `save` of its checkpointer it is, from 1; alike on all ranks.
+        heard: whether its failure was reported on this rank, or will have been by another's word.
         seconds: when each state was reached, in seconds since `save` was called.
         stall_s: how long training has waited for it on this rank, up to now.
         marks: where its time went; `spans` are what it has marked so far.
     """
 
-    def __init__(self, step: int, path: Path, engine: Engine | None = None) -> None:
-        self.step, self.path = step, path
+    def __init__(
+        self, step: int, path: Path, engine: Engine | None = None, serial: int = 0
+    ) -> None:
+        self.step, self.path, self.serial = step, path, serial
+        self.heard = False
         self.bytes_written = 0
         self.error: EkeError | None = None
         self.seconds: dict[State, float] = {}

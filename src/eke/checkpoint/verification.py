@@ -16,6 +16,7 @@ from typing import Any
 
 from eke.checkpoint.errors import CorruptCheckpoint, Kind, Problem, reading, worst
 from eke.checkpoint.layout import checkpoint_of, step_dirs, temporaries
+from eke.checkpoint.lease import lease
 from eke.checkpoint.manifest import MANIFEST, Manifest, Shard
 from eke.checkpoint.opening import open_manifest, open_objects
 from eke.checkpoint.references import references
@@ -72,8 +73,11 @@ def verify(path: str | Path, *, storage: Storage | None = None) -> Report:
         InputError: there is no such directory.
         EkeError: the disk failed.
     """
+    storage = storage or Storage()
     with reading(path):
-        return _verify(checkpoint_of(path), storage or Storage())
+        directory = checkpoint_of(path)
+        with lease(directory, storage):
+            return _verify(directory, storage)
 
 
 def _verify(directory: Path, storage: Storage) -> Report:

@@ -85,7 +85,7 @@ def list_steps(path: PathArgument, as_json: JsonOption = False) -> None:
     for row in rows:
         table.add_row(
             str(row["step"]),
-            row["status"],
+            row["status"] if row["problem"] is None else f"{row['status']}: {row['problem']}",
             _amount(row["bytes"]),
             _age(row["age_s"]),
             printable(row["name"]),
