@@ -143,6 +143,6 @@ def test_public_names_are_found_when_they_are_first_used() -> None:
     )
     assert done.stdout.splitlines() == [
         "True",
-        "['__version__', 'checkpoint']",
+        "['__version__', 'checkpoint', 'testing']",
         "module 'eke' has no attribute 'nonsense'",
     ]

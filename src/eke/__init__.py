@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from eke.version import __version__
 
 if TYPE_CHECKING:
-    from eke import checkpoint
+    from eke import checkpoint, testing
     from eke.batching import DynamicLoader
     from eke.budget import Bill, Budget, Decision, Ledger
     from eke.checkpoint import Checkpointer, Keep, Ticket
@@ -36,6 +36,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "checkpoint",
+    "testing",
 ]
 
 _HOMES = {
@@ -58,6 +59,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "checkpoint":
-        return importlib.import_module("eke.checkpoint")
+    if name in ("checkpoint", "testing"):
+        return importlib.import_module(f"eke.{name}")
     raise AttributeError(f"module 'eke' has no attribute {name!r}")

@@ -33,7 +33,7 @@ from eke.checkpoint.together import agree
 from eke.distributed import World
 from eke.errors import EkeError, InputError
 
-_GROUP = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+GROUP = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 class Held(NamedTuple):
@@ -96,7 +96,7 @@ def capture(
             for key, tensor, group, eager in provider.segments():
                 full = f"{prefix}/{key}"
                 refuse_unusual(tensor, full)
-                if _GROUP.fullmatch(group) is None:
+                if GROUP.fullmatch(group) is None:
                     raise InputError(
                         f"the tensor {full} has an unusable group",
                         value=group,

@@ -7,8 +7,9 @@ from eke.checkpoint import steps, verify
 ONCE = """
     import os, time, torch
     from eke import distributed
-    from eke.checkpoint import Checkpointer, Keep, SaveError, Storage
+    from eke.checkpoint import Checkpointer, Fit, Keep, SaveError, Segment, Storage
     from eke.errors import EkeError
+    from eke.testing import assert_provider
     world = distributed.init(timeout_s=30.0)
 
     class Late(shared.FaultyStorage):
@@ -54,6 +55,25 @@ ONCE = """
             again.save(1)
         except EkeError as error:
             print(str(error).splitlines()[0])
+
+    class Own:
+        def __init__(self, per_rank, value):
+            self.per_rank, self.tensor = per_rank, torch.full((3,), float(value))
+        def segments(self):
+            return [Segment("x", self.tensor)]
+        def state(self):
+            return None
+        def fit(self, saved):
+            return Fit()
+        def load(self, saved):
+            saved.copy_into("x", self.tensor)
+
+    assert_provider(Own(True, world.rank), fresh=lambda: Own(True, 9))
+    assert_provider(Own(False, 5), fresh=lambda: Own(False, 9))
+    try:
+        assert_provider(Own(False, world.rank), fresh=lambda: Own(False, 9))
+    except AssertionError as error:
+        print(error)
     ck.close()
     distributed.shutdown()
 """
@@ -61,7 +81,7 @@ ONCE = """
 
 def test_one_ranks_failure_is_reported_once_on_every_rank(run_ranks, tmp_path):
     outputs = run_ranks(2, ONCE, tmp_path / "ck", tmp_path / "other")
-    for code, text in outputs:
+    for rank, (code, text) in enumerate(outputs):
         assert code == 0, text
         assert text.splitlines()[:3] == [
             "heard [(3, True, True)] failed True",
@@ -69,6 +89,8 @@ def test_one_ranks_failure_is_reported_once_on_every_rank(run_ranks, tmp_path):
             "[1, 14, 15, 24, 25]",
         ]
         assert "rank 1 holds other tensors than rank 0" in text.splitlines()[3]
+        differs = f"rank {1 - rank} has another 'x' than rank {rank}: say True"
+        assert differs in text.splitlines()[4], "what differs between ranks is per_rank"
     assert not (tmp_path / "other").exists()
 
 
