@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from eke.checkpoint.checks import ManifestError, record, strict_json
+from eke.checkpoint.checks import ManifestError, file_name, natural, record, strict_json
 from eke.checkpoint.errors import CorruptCheckpoint, Problem
 from eke.checkpoint.layout import step_of
 from eke.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, digest_holds, parse
@@ -61,7 +60,7 @@ def glance(path: Path, storage: Storage) -> Problem | None:
         lengths = _lengths(data)
     except FileNotFoundError:
         return Problem(MANIFEST, None, "incomplete", "the file is missing")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         return Problem(MANIFEST, None, "foreign", "it is not one that this eke reads")
     for name, stated in sorted(lengths.items()):
         try:
@@ -81,8 +80,11 @@ def _lengths(data: bytes) -> Mapping[str, int]:
     if key not in _known_lengths:
         if len(_known_lengths) >= MOST_KNOWN:
             _known_lengths.clear()
-        files = json.loads(data)["files"]
-        _known_lengths[key] = {name: entry["bytes"] for name, entry in files.items()}
+        files = record(record(strict_json(data), "the manifest").get("files"), "`files`")
+        _known_lengths[key] = {
+            file_name(name): natural(record(entry, f"`files` of {name}"), "bytes")
+            for name, entry in files.items()
+        }
     return _known_lengths[key]
 
 
