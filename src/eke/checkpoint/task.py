@@ -27,6 +27,7 @@ from eke.checkpoint.conference import Conference
 from eke.checkpoint.engine import Array, Written
 from eke.checkpoint.errors import SaveError, disk_error
 from eke.checkpoint.flow import Flow, Link, Spot
+from eke.checkpoint.lane import Lane
 from eke.checkpoint.layout import steps
 from eke.checkpoint.manifest import Manifest, ObjectEntry, check, merge, serialise
 from eke.checkpoint.opening import OBJECTS_FORMAT, OBJECTS_VERSION
@@ -37,7 +38,7 @@ from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import write_file
 from eke.checkpoint.ticket import Ticket
 from eke.checkpoint.together import describe, rebuild
-from eke.checkpoint.write import Lane, LaneWriter, objects_file
+from eke.checkpoint.write import LaneWriter, objects_file
 from eke.distributed import Store, World
 from eke.errors import EkeError
 from eke.version import __version__
@@ -79,10 +80,10 @@ class Save:
         self._aliases, self._objects = captured.aliases, captured.objects
         self._per_rank = captured.per_rank
         self.eager: Mapping[int, int] = {
-            i: lane.eager_blocks for i, lane in enumerate(lanes) if lane.eager_blocks
+            i: lane.layout.eager_blocks for i, lane in enumerate(lanes) if lane.layout.eager_blocks
         }
-        worth = [i for i, lane in enumerate(lanes) if lane.group != OBJECTS]
-        calm = [i for i, lane in enumerate(lanes) if lane.group in (FROZEN, OTHER)]
+        worth = [i for i, lane in enumerate(lanes) if lane.layout.group != OBJECTS]
+        calm = [i for i, lane in enumerate(lanes) if lane.layout.group in (FROZEN, OTHER)]
         self.flow = Flow([len(lane.blocks) for lane in lanes], worth, calm)
         self._last: list[dict[Hashable, int]] | None = None
         self._talk: Conference | None = None
@@ -227,10 +228,10 @@ class Save:
                 if self._talk is not None:
                     self._talk.beat()
                 lane = self._lanes[what.lane]
-                path = directory / lane.file
+                path = directory / lane.layout.file
                 if isinstance(what, Link):
                     part = self._place.previous.link(lane, directory, durable)
-                    report["linked"].append(lane.file)
+                    report["linked"].append(lane.layout.file)
                 else:
                     assert data is not None
                     if what.lane not in writers:
