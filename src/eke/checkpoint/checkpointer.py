@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eke.budget.units import parse_bytes, parse_duration
 from eke.checkpoint import layout
-from eke.checkpoint.capture import capture, tensors_of
+from eke.checkpoint.capture import Captured, capture, tensors_of
 from eke.checkpoint.commit import delete
 from eke.checkpoint.engine import Engine
 from eke.checkpoint.errors import SaveError, reading
@@ -37,6 +37,7 @@ from eke.checkpoint.previous import Previous
 from eke.checkpoint.providers import RngProvider, Stateful, StateProvider, provider_of
 from eke.checkpoint.restore import LoadReport, restore
 from eke.checkpoint.retention import Keep
+from eke.checkpoint.roster import Roster
 from eke.checkpoint.source import storage_of
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.task import Place, Save, save_error
@@ -110,6 +111,7 @@ class Checkpointer:
         self._closed = False
         self._last: Ticket | None = None
         self._previous = Previous(self.root, self._storage)
+        self._roster = Roster()
         self._engine = Engine(pool_bytes, self._patience_s, warn=on_error == "warn")
         self._hook = register_optimizer_step_pre_hook(_hook_of(weakref.ref(self)))
         # Dropped without `close`: what is in flight is finished, and the threads end.
@@ -224,7 +226,6 @@ class Checkpointer:
                 )
             return new_token(me())
 
-        captured = capture(self._providers, step, here, note)
         place = Place(
             self._storage,
             self.root,
@@ -235,8 +236,17 @@ class Checkpointer:
             self._patience_s,
             self._previous,
         )
-        lanes = lanes_of(captured, here, self._engine.slot_bytes())
-        task = Save(place, ticket, captured, lanes, captured.note, self._protected)
+        block_bytes = self._engine.slot_bytes()
+        if here.size > 1:
+            captured = capture(self._providers, step, here, note)
+            token, lanes, rest = captured.note, lanes_of(captured, here, block_bytes), None
+        else:
+            token = agree(f"saving step {step}", note)[0]
+            look = self._roster.look(self._providers, block_bytes)
+            per_rank = {name: one.per_rank for name, one in self._providers.items()}
+            captured = Captured([], [], look.aliases, look.objects, per_rank)
+            lanes, rest = look.lanes, look.rest
+        task = Save(place, ticket, captured, lanes, token, self._protected, rest)
         self._engine.submit(task)
 
     def barrier(self, params: Iterable[torch.Tensor] | None = None) -> None:
@@ -394,6 +404,7 @@ class Checkpointer:
         self._hook.remove()
         self._engine.close()
         self._providers.clear()
+        self._roster = Roster()
         self._model = None
         self._engine.raise_failed()
 

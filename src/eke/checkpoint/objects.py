@@ -23,7 +23,7 @@ import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +69,12 @@ def encode(value: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return encoder.encode(value, ()), encoder.tensors
 
 
+class Ready(NamedTuple):
+    """A part of a value that is encoded already, and names no tensors."""
+
+    tree: Any
+
+
 class _Encoder:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -91,6 +97,8 @@ class _Encoder:
             return {"$bytes": base64.b64encode(value).decode()}
         if kind is list:
             return self._items(value, path)
+        if isinstance(value, Ready):
+            return value.tree
         if kind in _SEQUENCES:
             items = self._items(value, path)
             ordered = kind in (tuple, torch.Size)

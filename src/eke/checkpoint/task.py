@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ from eke.version import __version__
 
 log = logging.getLogger("eke.checkpoint")
 
+Rest = tuple[list[Lane], dict[str, str]]
+"""Lanes that were not known when a save began, and the aliases of all of its tensors."""
+
 BYE_S = 5.0
 """How long rank 0 keeps its store up for a rank that has not heard the end."""
 
@@ -74,21 +77,39 @@ class Save:
         lanes: list[Lane],
         token: str,
         protected: frozenset[int],
+        rest: Callable[[], Rest] | None = None,
     ) -> None:
-        self.ticket, self.lanes = ticket, len(lanes)
+        self.ticket, self._rest = ticket, rest
         self._place, self._lanes, self._token, self._protected = place, lanes, token, protected
         self._aliases, self._objects = captured.aliases, captured.objects
         self._per_rank = captured.per_rank
         self.eager: Mapping[int, int] = {
             i: lane.layout.eager_blocks for i, lane in enumerate(lanes) if lane.layout.eager_blocks
         }
-        worth = [i for i, lane in enumerate(lanes) if lane.layout.group != OBJECTS]
-        calm = [i for i, lane in enumerate(lanes) if lane.layout.group in (FROZEN, OTHER)]
-        self.flow = Flow([len(lane.blocks) for lane in lanes], worth, calm)
+        self.flow = Flow(*self._flowing(0), more=rest is not None)
         self._last: list[dict[Hashable, int]] | None = None
         self._talk: Conference | None = None
 
     # ------------------------------------------------------------------ capture
+
+    def _flowing(self, first: int) -> tuple[list[int], list[int], list[int]]:
+        """For the flow: the blocks of the lanes from `first` on; which of these lanes may be the
+        same as in the newest checkpoint; and for which of those nothing waits."""
+        groups = [(i, lane.layout.group) for i, lane in enumerate(self._lanes)][first:]
+        return (
+            [len(lane.blocks) for lane in self._lanes[first:]],
+            [i for i, group in groups if group != OBJECTS],
+            [i for i, group in groups if group in (FROZEN, OTHER)],
+        )
+
+    def more(self) -> tuple[Sequence[int], Collection[int], Collection[int]]:
+        """See `engine.Task`."""
+        assert self._rest is not None
+        lanes, self._aliases = self._rest()
+        self._rest = None
+        first = len(self._lanes)
+        self._lanes = [*self._lanes, *lanes]
+        return self._flowing(first)
 
     def wanted(self, storages: Collection[object] | None) -> Mapping[int, int]:
         """See `engine.Task`."""
@@ -113,7 +134,7 @@ class Save:
 
     def release(self) -> None:
         """See `engine.Task`."""
-        self._lanes, self._last = [], None
+        self._lanes, self._last, self._rest = [], None, None
         self._objects = {}
 
     def failure(self, error: BaseException) -> EkeError:
@@ -217,7 +238,6 @@ class Save:
         report: dict[str, Any] = {
             "files": {},
             "tensors": {},
-            "aliases": self._aliases,
             "linked": [],
         }
         self._write_objects(directory, report)
@@ -248,6 +268,7 @@ class Save:
         finally:
             for writer in writers.values():
                 writer.close()
+        report["aliases"] = self._aliases
         self.ticket.reach("persisted")
         return report
 
