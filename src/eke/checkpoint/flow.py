@@ -177,9 +177,7 @@ class Flow:
     @property
     def all_captured(self) -> bool:
         """Whether nothing live is needed any more."""
-        return self.grown and all(
-            lane.same or lane.captured == lane.blocks for lane in self._lanes
-        )
+        return self.grown and all(lane.same or lane.captured == lane.blocks for lane in self._lanes)
 
     @property
     def all_started(self) -> bool:

@@ -67,14 +67,22 @@ class Lane:
     Args:
         layout: of the file.
         tensors: the live tensors, in the layout's order.
-        then: what each was when the save began; what it is now, by default.
+        versions, pointers: of each when the save began, see `Seen`; as they are now, by default.
     """
 
     def __init__(
-        self, layout: Layout, tensors: Sequence[torch.Tensor], then: Sequence[Seen] | None = None
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        versions: Sequence[int | None] | None = None,
+        pointers: Sequence[int] | None = None,
     ) -> None:
         self.layout, self._tensors = layout, tensors
-        self._then = [seen(tensor) for tensor in tensors] if then is None else then
+        if versions is None or pointers is None:
+            now = [seen(tensor) for tensor in tensors]
+            versions = [one.version for one in now]
+            pointers = [one.pointer for one in now]
+        self._versions, self._pointers = versions, pointers
         self._sources: dict[int, Source] = {}
 
     @property
@@ -105,16 +113,19 @@ class Lane:
             EkeError: it was changed before it was captured.
         """
         with self._unchanged(tensor):
-            return Source(self._tensors[tensor], self._then[tensor]).digest(scratch)
+            return self._new_source(tensor).digest(scratch)
 
     def _source(self, tensor: int) -> Source:
         """Made when the first part of a tensor is copied, and kept until the last is."""
         found = self._sources.get(tensor)
         if found is None:
-            found = Source(self._tensors[tensor], self._then[tensor])
-            if found.nbytes != self.layout.sizes[tensor]:
-                raise Changed
-            self._sources[tensor] = found
+            found = self._sources[tensor] = self._new_source(tensor)
+        return found
+
+    def _new_source(self, tensor: int) -> Source:
+        found = Source(self._tensors[tensor], Seen(self._versions[tensor], self._pointers[tensor]))
+        if found.nbytes != self.layout.sizes[tensor]:
+            raise Changed
         return found
 
     @contextmanager

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -34,15 +35,13 @@ from eke.checkpoint.objects import encode
 from eke.checkpoint.optimizer_state import OptimizerProvider
 from eke.checkpoint.providers import OBJECTS, OTHER, STATE, StateProvider
 from eke.checkpoint.remembered import Remembered
-from eke.checkpoint.source import Seen, seen, storage_of
+from eke.checkpoint.source import seen, storage_of
 from eke.checkpoint.tensors import refuse_unusual
 from eke.checkpoint.write import layouts_of, settle_devices
 from eke.distributed import World
 from eke.errors import InputError
 
 _ALONE = World()
-_TRAITS = ("shape", "dtype", "layout", "device")
-_METHODS = (torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
 
 
 class Row(NamedTuple):
@@ -137,6 +136,8 @@ class _Known:
         self._providers = dict(providers)
         self._marks = {name: one.mark for name, one in glances.items()}
         self._died = False
+        self.pointers: list[int] = []
+        self.devices: set[torch.device] = set()
         watch = {
             id(one): one for found in glances.values() for one in (*found.tensors, *found.alive)
         }
@@ -167,9 +168,7 @@ class _Known:
         self.now = _Part([row for row in rows if row.group in early])
         self.later = _Part([row for row in rows if row.group not in early])
 
-    def fits(
-        self, providers: Mapping[str, StateProvider], glances: Mapping[str, Glance]
-    ) -> bool:
+    def fits(self, providers: Mapping[str, StateProvider], glances: Mapping[str, Glance]) -> bool:
         """Whether the providers have what they had."""
         return (
             list(self._providers) == list(providers)
@@ -179,9 +178,7 @@ class _Known:
         )
 
 
-def _rows(
-    providers: Mapping[str, StateProvider], glances: Mapping[str, Glance]
-) -> list[Row]:
+def _rows(providers: Mapping[str, StateProvider], glances: Mapping[str, Glance]) -> list[Row]:
     tensors = [tensor for found in glances.values() for tensor in found.tensors]
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
     rows = []
@@ -220,23 +217,26 @@ def _objects(
 class _Live:
     """The live tensors of one save, and what they were when it began."""
 
-    def __init__(
-        self, known: _Known, glances: Mapping[str, Glance], block_bytes: int
-    ) -> None:
+    def __init__(self, known: _Known, glances: Mapping[str, Glance], block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._tensors = [tensor for found in glances.values() for tensor in found.tensors]
+        self._tensors = list(chain.from_iterable(one.tensors for one in glances.values()))
         self._changes = [one.changes for one in glances.values() if one.changes is not None]
-        tensors = self._tensors
-        self._then: list[Seen] | list[tuple[int, int]]
+        # Numbers, not one object for each tensor: those would set off the garbage collector.
+        self._versions: list[int | None]
         try:
-            pointers = map(torch.Tensor.data_ptr, tensors)
-            self._then = list(zip(map(attrgetter("_version"), tensors), pointers, strict=True))
+            self._versions = list(map(attrgetter("_version"), self._tensors))
+            self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         except RuntimeError:  # torch does not count the changes of one, or it has no memory
             for part in (known.now, known.later):
                 for row in part.rows:
-                    refuse_unusual(tensors[row.place], row.name)
-            self._then = [seen(tensor) for tensor in tensors]
-        self.devices = set(map(attrgetter("device"), tensors))
+                    refuse_unusual(self._tensors[row.place], row.name)
+            now = [seen(tensor) for tensor in self._tensors]
+            self._versions = [one.version for one in now]
+            self._pointers = [one.pointer for one in now]
+        if known.pointers != self._pointers:
+            known.pointers = self._pointers
+            known.devices = set(map(attrgetter("device"), self._tensors))
+        self.devices = known.devices
 
     def held(self, row: Row) -> Held:
         """A row with its tensor."""
@@ -245,10 +245,17 @@ class _Live:
     def lanes(self, part: _Part, aliases: dict[str, str]) -> list[Lane]:
         """The lanes of some rows; adds the other names of their tensors to `aliases`."""
         tensors = [self._tensors[row.place] for row in part.rows]
-        traits: list[object] = [self._block_bytes, [self._then[row.place][1] for row in part.rows]]
-        traits += [list(map(attrgetter(name), tensors)) for name in _TRAITS]
-        traits += [list(map(method, tensors)) for method in _METHODS]
-        traits += [list(map(torch.Tensor.data_ptr, changes)) for changes in self._changes]
+        traits: list[object] = [
+            self._block_bytes,
+            [self._pointers[row.place] for row in part.rows],
+            list(map(torch.Tensor.dim, tensors)),
+            list(chain.from_iterable(map(attrgetter("shape"), tensors))),
+            list(chain.from_iterable(map(torch.Tensor.stride, tensors))),
+            list(map(torch.Tensor.is_conj, tensors)),
+            list(map(torch.Tensor.is_neg, tensors)),
+            *(list(map(attrgetter(name), tensors)) for name in ("dtype", "layout", "device")),
+            *(list(map(torch.Tensor.data_ptr, changes)) for changes in self._changes),
+        ]
         plan = part.plan
         if plan is None or plan.traits != traits:
             plan = part.plan = self._plan(part.rows, traits)
@@ -257,7 +264,8 @@ class _Live:
             Lane(
                 layout,
                 [self._tensors[place] for place in places],
-                [self._then[place] for place in places],
+                [self._versions[place] for place in places],
+                [self._pointers[place] for place in places],
             )
             for layout, places in plan.layouts
         ]

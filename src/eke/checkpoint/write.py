@@ -64,9 +64,7 @@ def cuts_of(captured: Captured, here: World) -> dict[str, list[Cut]]:
     return cuts
 
 
-def layouts_of(
-    captured: Captured, here: World, block_bytes: int
-) -> list[tuple[Layout, list[Cut]]]:
+def layouts_of(captured: Captured, here: World, block_bytes: int) -> list[tuple[Layout, list[Cut]]]:
     """This rank's files with what is in them, what must be captured first before the rest."""
     found = []
     for group, cuts in cuts_of(captured, here).items():
