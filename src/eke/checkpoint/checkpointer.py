@@ -112,6 +112,7 @@ class Checkpointer:
         self._last: Ticket | None = None
         self._previous = Previous(self.root, self._storage)
         self._roster = Roster()
+        self._pool_ready = False
         self._engine = Engine(pool_bytes, self._patience_s, warn=on_error == "warn")
         self._hook = register_optimizer_step_pre_hook(_hook_of(weakref.ref(self)))
         # Dropped without `close`: what is in flight is finished, and the threads end.
@@ -273,6 +274,16 @@ class Checkpointer:
         if world().size == 1:
             self._engine.raise_failed()
         self._engine.barrier(lambda: {storage_of(tensor) for tensor in tensors_of(optimizer)})
+        # Training has begun, and the optimizer has its state: the first save is not far.
+        if not self._pool_ready and optimizer.state and self._is_attached(optimizer):
+            self._pool_ready = True
+            self._engine.prefault(sum(tensor.nbytes for tensor in tensors_of(optimizer)))
+
+    def _is_attached(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(
+            isinstance(one, OptimizerProvider) and one.optimizer is optimizer
+            for one in self._providers.values()
+        )
 
     @property
     def stall_s(self) -> float:

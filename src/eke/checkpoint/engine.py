@@ -118,6 +118,8 @@ class Engine:
 
     def prefault(self, nbytes: int) -> None:
         """Ready the pool for a state of this size, in the background."""
+        if os.getpid() != self._pid:
+            return  # a forked child that trains on saves nothing
         with self._turn:
             self._to_touch = deque(self._ready().untouched(nbytes))
             self._turn.notify_all()

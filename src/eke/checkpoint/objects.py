@@ -109,7 +109,7 @@ def _is_json(values: Collection[Any]) -> bool:
                 return False
         except OverflowError:
             return False
-    return bool(-EXACT_INT <= min(numbers) and max(numbers) <= EXACT_INT)
+    return bool(min(numbers) >= -EXACT_INT and max(numbers) <= EXACT_INT)
 
 
 class _Encoder:
@@ -173,7 +173,7 @@ class _Encoder:
 
     def _dict(self, value: Any, kind: type, path: _Path, depth: int) -> Any:
         encode, below = self.encode, depth + 1
-        if kind is dict and all([type(key) is str and key[:1] != "$" for key in value]):
+        if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
             if len(value) > _FEW and below <= MAX_DEPTH and _is_json(value.values()):
                 return dict(value)
             found = {}
