@@ -149,8 +149,15 @@ class Engine:
                 self._moved = time.monotonic()
             self._tasks.append(task)
             self._note_captured(task)
-            self._turn.notify_all()
-        self._until_captured(task, task.eager)
+            for lane, blocks in task.eager.items():
+                task.flow.want(lane, blocks)
+        try:
+            # The copier sleeps on: one at low priority, with a block that this thread waits for or
+            # with the interpreter's lock, would hold it up.
+            self._help(task, lambda flow: _all_captured(flow, task.eager))
+        finally:
+            with self._turn:
+                self._turn.notify_all()
 
     def barrier(self, storages: Callable[[], Collection[object] | None]) -> None:
         """Return once none of these storages (None: nothing at all) is still to be captured."""
@@ -250,10 +257,7 @@ class Engine:
             for lane, blocks in wanted.items():
                 task.flow.want(lane, blocks)
             self._turn.notify_all()
-        self._help(
-            task,
-            lambda flow: all(flow.captured(lane, blocks) for lane, blocks in wanted.items()),
-        )
+        self._help(task, lambda flow: _all_captured(flow, wanted))
 
     def _help(self, task: Task, enough: Callable[[Flow], bool]) -> None:
         """Do what is due until a save is far enough, or has failed."""
@@ -441,6 +445,11 @@ class Engine:
                 thread.start()
                 self._threads.append(thread)
         return self._pool
+
+
+def _all_captured(flow: Flow, wanted: Mapping[int, int]) -> bool:
+    """Whether the first so many blocks of these lanes are captured."""
+    return all(flow.captured(lane, blocks) for lane, blocks in wanted.items())
 
 
 def _step_aside() -> None:
