@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import xxhash
 from eke.checkpoint.capture import Captured, Held, rank_name
 from eke.checkpoint.dtypes import STORED, stored_shape, tensor_bytes
 from eke.checkpoint.lane import Lane, Layout
-from eke.checkpoint.plan import HEADER, cut
+from eke.checkpoint.plan import HEADER, Block, cut
 from eke.checkpoint.providers import FROZEN, OTHER
 from eke.checkpoint.sharing import Item, share_out
 from eke.checkpoint.storage import Storage
@@ -69,11 +70,8 @@ def layouts_of(captured: Captured, here: World, block_bytes: int) -> list[tuple[
     found = []
     for group, cuts in cuts_of(captured, here).items():
         by_key = {one.held.name: one for one in cuts}
-        pieces = arrange(map(_piece, cuts))
-        header, starts = build_header(pieces)
-        sizes = [piece.nbytes for piece in pieces]
-        blocks = cut(len(header), sizes, block_bytes)
-        ordered = [by_key[piece.key] for piece in pieces]
+        names, header, starts, sizes, blocks = _lay_out(tuple(map(_piece, cuts)), block_bytes)
+        ordered = [by_key[name] for name in names]
         eager_until = max(
             (
                 start + size
@@ -88,13 +86,25 @@ def layouts_of(captured: Captured, here: World, block_bytes: int) -> list[tuple[
             _entry(one, group, file, start, size)
             for one, start, size in zip(ordered, starts, sizes, strict=True)
         ]
-        names = [piece.key for piece in pieces]
         layout = Layout(file, group, header, names, entries, starts, sizes, blocks, eager_blocks)
         found.append((layout, ordered))
     # What no optimizer changes is waited for by nobody, so it is captured last.
     return sorted(
         found, key=lambda pair: (pair[0].eager_blocks == 0, pair[0].group in (FROZEN, OTHER))
     )
+
+
+@lru_cache(maxsize=16)
+def _lay_out(
+    pieces: tuple[Piece, ...], block_bytes: int
+) -> tuple[list[str], bytes, list[int], list[int], list[Block]]:
+    """Of a file: its keys in order, its header, where each tensor starts and how long it is, its
+    blocks. Remembered, because most saves are of the same tensors as the one before."""
+    ordered = arrange(pieces)
+    header, starts = build_header(ordered)
+    sizes = [piece.nbytes for piece in ordered]
+    blocks = cut(len(header), sizes, block_bytes)
+    return [piece.key for piece in ordered], header, starts, sizes, blocks
 
 
 def lanes_of(captured: Captured, here: World, block_bytes: int) -> list[Lane]:
