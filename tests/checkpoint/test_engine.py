@@ -257,6 +257,22 @@ def test_background_threads_have_the_lowest_priority(tmp_path):
     ck.close()
 
 
+def test_the_pool_is_ready_before_the_first_save(tmp_path):
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path, pool="64MiB") as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        for _ in range(2):
+            assert ck._engine._pool is None  # a program that only restores takes no memory
+            model(torch.ones(1, 1024)).sum().backward()
+            optimizer.step()
+        deadline = time.monotonic() + 60
+        while ck._engine._pool.untouched(12 << 20) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert ck._engine._pool.untouched(12 << 20) == []
+        assert ck._engine._pool.untouched(64 << 20) != []
+
+
 def test_idle_threads_do_nothing(tmp_path):
     ck, _, _ = make(tmp_path)
     ck.save(1).wait()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eke.checkpoint.flow import Check, Flow, Link, Spot
+from eke.checkpoint.flow import Check, Flow, Link, More, Spot
 
 LANES = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 
@@ -16,9 +16,12 @@ LANES = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 class World:
     """One save: live blocks, a pool, a device with copies in flight, a writer, a trainer."""
 
-    def __init__(self, draw, lanes, slots, check, same, waits=True):
+    def __init__(self, draw, lanes, slots, check, same, waits=True, known=None):
         self.draw, self.lanes, self.slots, self.waits = draw, lanes, slots, waits
-        self.flow = Flow(lanes, check)
+        known = len(lanes) if known is None else known
+        self.flow = Flow(lanes[:known], [i for i in check if i < known], more=known < len(lanes))
+        self.rest = (lanes[known:], [i for i in check if i >= known])
+        self.finding = False
         self.same = same
         self.live = {(i, b): f"old{i}.{b}" for i, n in enumerate(lanes) for b in range(n)}
         self.wanted = dict(self.live)
@@ -32,22 +35,27 @@ class World:
         """Everything that may happen next."""
         moves = []
         due = self.flow.next_copy()
-        if isinstance(due, Check) or (due is not None and self.used < self.slots):
+        if isinstance(due, (Check, More)) or (due is not None and self.used < self.slots):
             moves.append(("copy", due))
         moves += [("complete", i) for i in range(len(self.copying))]
         moves += [("checked", i) for i in range(len(self.checking))]
+        moves += [("found", None)] * self.finding
         out = self.flow.next_write()
         if out is not None and not self.writing:
             moves.append(("write", out))
         if self.writing:
             moves.append(("written", None))
-        moves += [("update", i) for i in range(len(self.barriers))]
+        if self.flow.grown:  # until then a barrier waits for the lanes to be known
+            moves += [("update", i) for i in range(len(self.barriers))]
         return moves
 
     def step(self):
         kind, what = self.draw(st.sampled_from(self.moves()))
         if kind == "copy":
-            if isinstance(what, Check):
+            if isinstance(what, More):
+                self.flow.start_more()
+                self.finding = True
+            elif isinstance(what, Check):
                 self.flow.start_check(what.lane)
                 self.checking.append(what.lane)
             else:
@@ -58,6 +66,9 @@ class World:
             spot = self.copying.pop(what)
             self.held[spot] = self.live[spot]
             self.flow.copied(spot)
+        elif kind == "found":
+            self.finding = False
+            self.flow.grow(*self.rest)
         elif kind == "checked":
             lane = self.checking.pop(what)
             self.flow.checked(lane, same=lane in self.same)
@@ -106,7 +117,8 @@ def test_every_order_of_events_writes_the_state_of_the_save(data, lanes, slots):
     indexes = st.sets(st.integers(0, len(lanes) - 1))
     check = data.draw(indexes)
     same = data.draw(indexes) & check
-    world = World(data.draw, lanes, slots, check, same).run()
+    known = data.draw(st.integers(0, len(lanes)))
+    world = World(data.draw, lanes, slots, check, same, known=known).run()
     assert world.flow.all_captured
     assert world.flow.all_started
     assert world.used == 0
@@ -174,9 +186,29 @@ def test_one_file_is_finished_before_the_next_is_begun():
         lambda flow: flow.start_write(Spot(0, 0)),
         lambda flow: flow.written(Spot(0, 0)),
         lambda flow: flow.checked(0, same=True),
+        lambda flow: flow.start_more(),
+        lambda flow: flow.grow([1]),
     ],
 )
 def test_events_that_cannot_be(wrong):
     flow = Flow([2, 2], check=[1])
     with pytest.raises(ValueError):
         wrong(flow)
+
+
+def test_lanes_that_are_not_known_yet():
+    flow = Flow([1], more=True)
+    flow.want(0, 1)
+    assert flow.next_copy() == Spot(0, 0)  # what is waited for comes first
+    flow.start_copy(Spot(0, 0))
+    flow.copied(Spot(0, 0))
+    assert flow.captured(0, 1)
+    assert flow.next_copy() == More(1)
+    flow.start_more()
+    assert flow.next_copy() is None
+    flow.start_write(Spot(0, 0))
+    flow.written(Spot(0, 0))
+    assert not any((flow.grown, flow.all_started, flow.all_captured, flow.all_written))
+    flow.grow([1], check=[1])
+    assert flow.next_copy() == Check(1)
+    assert flow.grown

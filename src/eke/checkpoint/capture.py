@@ -16,7 +16,7 @@ if none does), so that a step waits for its own file's tensors and for no others
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,16 +92,11 @@ def capture(
         digests = {}
         clocks = _clocks(providers)
         for name, provider in providers.items():
-            prefix = f"{name}/{rank_name(here.rank)}" if provider.per_rank else name
+            prefix = prefix_of(name, here.rank, own=provider.per_rank)
             for key, tensor, group, eager in provider.segments():
                 full = f"{prefix}/{key}"
                 refuse_unusual(tensor, full)
-                if GROUP.fullmatch(group) is None:
-                    raise InputError(
-                        f"the tensor {full} has an unusable group",
-                        value=group,
-                        rule="groups become parts of file names: a-z, 0-9, _ and -",
-                    )
+                require_group(group, full)
                 if clocks and group == STATE:
                     group = clocks.get(storage_of(tensor), OTHER)
                 (own if provider.per_rank else segments).append(
@@ -129,24 +124,51 @@ def capture(
         for name, provider in providers.items():
             differs = any(row["digests"][name] != rows[0]["digests"][name] for row in rows)
             out.per_rank[name] = provider.per_rank or differs
-            prefix = f"{name}/{rank_name(here.rank)}" if out.per_rank[name] else name
+            prefix = prefix_of(name, here.rank, own=out.per_rank[name])
             out.objects[name], tensors = encode(states[name], prefix)
             held = [Held(key, tensor, OBJECTS, "object") for key, tensor in tensors.items()]
             (own if out.per_rank[name] else segments).extend(held)
-        out.shared = _untie(segments, out.aliases)
-        out.own = _untie(own, out.aliases)
+        out.shared = untie(segments, out.aliases)
+        out.own = untie(own, out.aliases)
 
     agree(f"saving step {step}", name_all)
     return out
 
 
+def prefix_of(provider: str, rank: int, *, own: bool) -> str:
+    """What the names of a provider's tensors start with."""
+    return f"{provider}/{rank_name(rank)}" if own else provider
+
+
+def require_group(group: str, tensor: str) -> None:
+    """Raise unless a group can be part of a file's name.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if GROUP.fullmatch(group) is None:
+        raise InputError(
+            f"the tensor {tensor} has an unusable group",
+            value=group,
+            rule="groups become parts of file names: a-z, 0-9, _ and -",
+        )
+
+
 def _clocks(providers: Mapping[str, StateProvider]) -> dict[Hashable, str]:
-    """Memory -> the group of what the optimizer that changes it changes; empty without any."""
     optimizers = [p.optimizer for p in providers.values() if isinstance(p, OptimizerProvider)]
+    return clocks_of(list(map(tensors_of, optimizers)))
+
+
+def clocks_of(changes: Sequence[Iterable[torch.Tensor]]) -> dict[Hashable, str]:
+    """Memory -> the group of what the optimizer that changes it changes; empty without any.
+
+    Args:
+        changes: what each optimizer changes.
+    """
     groups: dict[Hashable, str] = {}
-    for number, optimizer in enumerate(optimizers, 1):
+    for number, tensors in enumerate(changes, 1):
         name = STATE if number == 1 else f"{STATE}-{number}"
-        for tensor in tensors_of(optimizer):
+        for tensor in tensors:
             groups.setdefault(storage_of(tensor), name)
     return groups
 
@@ -168,11 +190,11 @@ def _structure(segments: list[Held]) -> str:
         for held in segments
     }
     tied: dict[str, str] = {}
-    _untie(segments, tied)
+    untie(segments, tied)
     return xxhash.xxh3_128_hexdigest(canonical([names, tied]).encode())
 
 
-def _untie(held: list[Held], aliases: dict[str, str]) -> list[Held]:
+def untie(held: list[Held], aliases: dict[str, str]) -> list[Held]:
     """The tensors once each; the other names of one are added to `aliases`."""
     first: dict[Any, str] = {}
     kept, seen = [], set()

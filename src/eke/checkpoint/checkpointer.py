@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eke.budget.units import parse_bytes, parse_duration
 from eke.checkpoint import layout
-from eke.checkpoint.capture import capture, tensors_of
+from eke.checkpoint.capture import Captured, capture, tensors_of
 from eke.checkpoint.commit import delete
 from eke.checkpoint.engine import Engine
 from eke.checkpoint.errors import SaveError, reading
@@ -37,6 +37,7 @@ from eke.checkpoint.previous import Previous
 from eke.checkpoint.providers import RngProvider, Stateful, StateProvider, provider_of
 from eke.checkpoint.restore import LoadReport, restore
 from eke.checkpoint.retention import Keep
+from eke.checkpoint.roster import Roster
 from eke.checkpoint.source import storage_of
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.task import Place, Save, save_error
@@ -111,6 +112,8 @@ class Checkpointer:
         self._last: Ticket | None = None
         self._saves = 0
         self._previous = Previous(self.root, self._storage)
+        self._roster = Roster()
+        self._pool_ready = False
         self._engine = Engine(pool_bytes, self._patience_s, warn=on_error == "warn")
         self._hook = register_optimizer_step_pre_hook(_hook_of(weakref.ref(self)))
         # Dropped without `close`: what is in flight is finished, and the threads end.
@@ -226,10 +229,6 @@ class Checkpointer:
                 )
             return {"failed": None, "token": new_token(me())}
 
-        if here.size == 1:
-            self._engine.raise_failed()
-        captured = capture(self._providers, step, here, note)
-        self._hear([row["failed"] for row in captured.notes])
         place = Place(
             self._storage,
             self.root,
@@ -240,8 +239,22 @@ class Checkpointer:
             self._patience_s,
             self._previous,
         )
-        lanes = lanes_of(captured, here, self._engine.slot_bytes())
-        task = Save(place, ticket, captured, lanes, captured.notes[0]["token"], self._protected)
+        block_bytes = self._engine.slot_bytes()
+        if here.size > 1:
+            captured = capture(self._providers, step, here, note)
+            self._hear([row["failed"] for row in captured.notes])
+            token = captured.notes[0]["token"]
+            lanes, rest = lanes_of(captured, here, block_bytes), None
+        else:
+            self._engine.raise_failed()
+            noted = agree(f"saving step {step}", note)
+            self._hear([row["failed"] for row in noted])
+            token = noted[0]["token"]
+            look = self._roster.look(self._providers, block_bytes)
+            per_rank = {name: one.per_rank for name, one in self._providers.items()}
+            captured = Captured([], [], look.aliases, look.objects, per_rank)
+            lanes, rest = look.lanes, look.rest
+        task = Save(place, ticket, captured, lanes, token, self._protected, rest)
         self._engine.submit(task)
 
     def barrier(self, params: Iterable[torch.Tensor] | None = None) -> None:
@@ -268,6 +281,16 @@ class Checkpointer:
         if world().size == 1:
             self._engine.raise_failed()
         self._engine.barrier(lambda: {storage_of(tensor) for tensor in tensors_of(optimizer)})
+        # Training has begun, and the optimizer has its state: the first save is not far.
+        if not self._pool_ready and optimizer.state and self._is_attached(optimizer):
+            self._pool_ready = True
+            self._engine.prefault(sum(tensor.nbytes for tensor in tensors_of(optimizer)))
+
+    def _is_attached(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(
+            isinstance(one, OptimizerProvider) and one.optimizer is optimizer
+            for one in self._providers.values()
+        )
 
     @property
     def stall_s(self) -> float:
@@ -434,6 +457,7 @@ class Checkpointer:
         self._hook.remove()
         self._engine.close()
         self._providers.clear()
+        self._roster = Roster()
         self._model = None
         self._engine.raise_failed()
 

@@ -26,13 +26,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from eke.checkpoint.flow import Check, Flow, Link, Spot
+from eke.checkpoint.flow import Check, Flow, Link, More, Spot
 from eke.checkpoint.pool import Pool
 from eke.checkpoint.ticket import State, Ticket, reaches
 from eke.errors import EkeError
@@ -53,9 +53,12 @@ class Task(Protocol):
 
     ticket: Ticket
     flow: Flow
-    lanes: int
     doing: str  # what its writer is at, for the error when it is at it for too long
     eager: Mapping[int, int]  # what `submit` waits for: lane -> its first so many blocks
+
+    def more(self) -> tuple[Sequence[int], Collection[int], Collection[int]]:
+        """Find out the lanes that are not known yet; returns what `Flow.grow` takes."""
+        ...
 
     def wanted(self, storages: Collection[object] | None) -> Mapping[int, int]:
         """Lane -> how many of its first blocks hold any of these storages; None for all."""
@@ -84,8 +87,8 @@ class Task(Protocol):
 
 class _Work(NamedTuple):
     task: Task
-    what: Spot | Check
-    slot: int
+    what: Spot | Check | More
+    slot: int | None
 
 
 class Engine:
@@ -116,6 +119,8 @@ class Engine:
 
     def prefault(self, nbytes: int) -> None:
         """Ready the pool for a state of this size, in the background."""
+        if os.getpid() != self._pid:
+            return  # a forked child that trains on saves nothing
         with self._turn:
             self._to_touch = deque(self._ready().untouched(nbytes))
             self._turn.notify_all()
@@ -145,8 +150,15 @@ class Engine:
                 self._moved = time.monotonic()
             self._tasks.append(task)
             self._note_captured(task)
-            self._turn.notify_all()
-        self._until_captured(task, task.eager)
+            for lane, blocks in task.eager.items():
+                task.flow.want(lane, blocks)
+        try:
+            # The copier sleeps on: one at low priority, with a block that this thread waits for or
+            # with the interpreter's lock, would hold it up.
+            self._help(task, lambda flow: _all_captured(flow, task.eager))
+        finally:
+            with self._turn:
+                self._turn.notify_all()
 
     def barrier(self, storages: Callable[[], Collection[object] | None]) -> None:
         """Return once none of these storages (None: nothing at all) is still to be captured."""
@@ -159,6 +171,7 @@ class Engine:
         began = time.perf_counter()
         chosen = storages()
         for task in tasks:
+            self._help(task, lambda flow: flow.grown)
             self._until_captured(task, task.wanted(chosen))
         self.charge(tasks[0].ticket, time.perf_counter() - began)
 
@@ -269,11 +282,13 @@ class Engine:
             for lane, blocks in wanted.items():
                 task.flow.want(lane, blocks)
             self._turn.notify_all()
+        self._help(task, lambda flow: _all_captured(flow, wanted))
+
+    def _help(self, task: Task, enough: Callable[[Flow], bool]) -> None:
+        """Do what is due until a save is far enough, or has failed."""
         while True:
             with self._turn:
-                if task.ticket.final or all(
-                    task.flow.captured(lane, blocks) for lane, blocks in wanted.items()
-                ):
+                if task.ticket.final or enough(task.flow):
                     return
                 work = self._next()
                 if work is None:
@@ -294,6 +309,9 @@ class Engine:
                 task.flow.start_check(what.lane)  # there is nothing to compare with yet
                 task.flow.checked(what.lane, same=False)
                 what = task.flow.next_copy(first=False)
+            if isinstance(what, More):
+                task.flow.start_more()
+                return _Work(task, what, None)
             slot = None if what is None else self._pool.take()
             if what is None or slot is None:
                 return None
@@ -305,16 +323,19 @@ class Engine:
         return None
 
     def _do(self, work: _Work) -> None:
-        """Copy a block, or look through a lane."""
+        """Copy a block, look through a lane, or find out what lanes there are."""
         task, what, slot = work
         assert self._pool is not None
         error: BaseException | None = None
         same = False
         began = time.perf_counter()
+        found: tuple[Sequence[int], Collection[int], Collection[int]] = ((), (), ())
         try:
-            if isinstance(what, Check):
+            if slot is None:
+                found = task.more()
+            elif isinstance(what, Check):
                 same = task.same(what.lane, self._pool.array(slot))
-            else:
+            elif isinstance(what, Spot):
                 task.fill(what, self._pool.array(slot))
         except BaseException as caught:  # noqa: BLE001 - raised where the save is waited for
             error = caught
@@ -323,10 +344,12 @@ class Engine:
             self._moved = time.monotonic()
             if error is not None:
                 self._fail(task, error)
-            if isinstance(what, Spot) and not task.ticket.final:
+            if isinstance(what, More):
+                task.flow.grow(*found)
+            elif isinstance(what, Spot) and slot is not None and not task.ticket.final:
                 self._held[id(task), what] = slot
                 task.flow.copied(what)
-            else:
+            elif slot is not None:
                 self._pool.give_back(slot)
             if isinstance(what, Check) and not task.ticket.final:
                 task.flow.checked(what.lane, same=same)
@@ -449,6 +472,11 @@ class Engine:
                 thread.start()
                 self._threads.append(thread)
         return self._pool
+
+
+def _all_captured(flow: Flow, wanted: Mapping[int, int]) -> bool:
+    """Whether the first so many blocks of these lanes are captured."""
+    return all(flow.captured(lane, blocks) for lane, blocks in wanted.items())
 
 
 def _step_aside() -> None:

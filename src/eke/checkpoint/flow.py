@@ -20,6 +20,9 @@ A lane that may be unchanged since the newest checkpoint is looked through first
 is the same, all of it counts as captured, and it is linked and not written. While an earlier save
 is in flight there is nothing to compare with yet: a *patient* lane then waits until there is,
 unless training waits for it.
+
+A save may begin before all of its lanes are known (`More`); until they are, it is neither captured
+nor written.
 """
 
 from __future__ import annotations
@@ -47,6 +50,12 @@ class Link(NamedTuple):
     lane: int
 
 
+class More(NamedTuple):
+    """Find out what lanes there are after the first so many, then say `grow`."""
+
+    after: int
+
+
 class _Lane:
     def __init__(self, blocks: int, *, check: bool, patient: bool) -> None:
         self.blocks, self.check, self.checking = blocks, check, False
@@ -65,15 +74,45 @@ class Flow:
         lanes: how many blocks each lane has.
         check: the lanes to be looked through first.
         patient: those of them that nothing waits for.
+        more: whether there are more lanes, which are not known yet.
     """
 
     def __init__(
+        self,
+        lanes: Sequence[int],
+        check: Iterable[int] = (),
+        patient: Iterable[int] = (),
+        *,
+        more: bool = False,
+    ) -> None:
+        self._lanes: list[_Lane] = []
+        self._growing = False
+        self.grown = False
+        """Whether all lanes are known."""
+        self._add(lanes, check, patient)
+        self.grown = not more
+
+    def _add(self, lanes: Sequence[int], check: Iterable[int], patient: Iterable[int]) -> None:
+        first, checked, calm = len(self._lanes), set(check), set(patient)
+        self._lanes += [
+            _Lane(blocks, check=i in checked, patient=i in calm)
+            for i, blocks in enumerate(lanes, first)
+        ]
+
+    def start_more(self) -> None:
+        """The other lanes are being found out."""
+        if self.grown or self._growing:
+            raise ValueError("there is nothing to find out")
+        self._growing = True
+
+    def grow(
         self, lanes: Sequence[int], check: Iterable[int] = (), patient: Iterable[int] = ()
     ) -> None:
-        checked, calm = set(check), set(patient)
-        self._lanes = [
-            _Lane(blocks, check=i in checked, patient=i in calm) for i, blocks in enumerate(lanes)
-        ]
+        """They are known: how many blocks each has; `check` and `patient` count all lanes."""
+        if not self._growing:
+            raise ValueError("nothing is being found out")
+        self._add(lanes, check, patient)
+        self._growing, self.grown = False, True
 
     # ------------------------------------------------------------------ capture
 
@@ -81,13 +120,15 @@ class Flow:
         """Training waits for the first `blocks` of a lane."""
         self._lanes[lane].wanted = max(self._lanes[lane].wanted, blocks)
 
-    def next_copy(self, *, first: bool = True) -> Spot | Check | None:
-        """What to copy or look through next; None if there is nothing now.
+    def next_copy(self, *, first: bool = True) -> Spot | Check | More | None:
+        """What to copy, look through or find out next; None if there is nothing now.
 
         Args:
             first: whether no earlier save is in flight.
         """
-        best: Spot | Check | None = None
+        best: Spot | Check | More | None = None
+        if not self.grown and not self._growing:
+            best = More(len(self._lanes))
         for index, lane in enumerate(self._lanes):
             if lane.checking or lane.same or lane.started == lane.blocks:
                 continue
@@ -136,12 +177,12 @@ class Flow:
     @property
     def all_captured(self) -> bool:
         """Whether nothing live is needed any more."""
-        return all(lane.same or lane.captured == lane.blocks for lane in self._lanes)
+        return self.grown and all(lane.same or lane.captured == lane.blocks for lane in self._lanes)
 
     @property
     def all_started(self) -> bool:
         """Whether there is nothing left to begin copying or looking through."""
-        return all(
+        return self.grown and all(
             lane.same or (lane.started == lane.blocks and not lane.checking) for lane in self._lanes
         )
 
@@ -188,4 +229,4 @@ class Flow:
     @property
     def all_written(self) -> bool:
         """Whether every lane is complete."""
-        return all(self.complete(lane) for lane in range(len(self._lanes)))
+        return self.grown and all(self.complete(lane) for lane in range(len(self._lanes)))

@@ -22,8 +22,8 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +66,50 @@ def encode(value: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
         InputError: something inside is not of a type in the table.
     """
     encoder = _Encoder(name)
-    return encoder.encode(value, ()), encoder.tensors
+    return encoder.encode(value, None, 0), encoder.tensors
+
+
+class Ready(NamedTuple):
+    """A part of a value that is encoded already, and names no tensors."""
+
+    tree: Any
+
+
+_WORDS = frozenset({type(None), bool, str})
+_SCALARS = _WORDS | {int, float}
+_NUMBERS = frozenset({int, float})
+_FEW = 16
+"""In a container of so few, looking at each value takes less than loops in C over all."""
+
+_Path = tuple[Any, object] | None
+"""Where a value is: where its container is, and its key there. Made for every value, read only when
+something has to be named."""
+
+
+def _keys_to(path: _Path) -> list[str]:
+    found: list[str] = []
+    while path is not None:
+        path, key = path
+        found.append(str(key) if isinstance(key, (str, int, float)) else f"key {key!r}")
+    return found[::-1]
+
+
+def _is_json(values: Collection[Any]) -> bool:
+    """Whether all are scalars that JSON has as they are; may say no of some that are. Loops in C:
+    most large states are long rows of plain values."""
+    kinds = set(map(type, values))
+    if not kinds <= _SCALARS:
+        return False
+    if kinds.isdisjoint(_NUMBERS):
+        return True
+    numbers = values if kinds <= _NUMBERS else [v for v in values if type(v) in _NUMBERS]
+    if float in kinds:
+        try:
+            if not all(map(math.isfinite, numbers)):
+                return False
+        except OverflowError:
+            return False
+    return bool(min(numbers) >= -EXACT_INT and max(numbers) <= EXACT_INT)
 
 
 class _Encoder:
@@ -74,15 +117,17 @@ class _Encoder:
         self.name = name
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def encode(self, value: object, path: tuple[str, ...]) -> Any:
-        if len(path) > MAX_DEPTH:
-            raise InputError(
-                f"{self._where(path[:8])}... is nested more than {MAX_DEPTH} levels deep",
-                fix="Flatten it, or see whether it contains itself",
-            )
+    def encode(self, value: object, path: _Path, depth: int) -> Any:
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
+        if kind is dict and depth <= MAX_DEPTH:
+            return self._dict(value, kind, path, depth)
+        if depth > MAX_DEPTH:
+            raise InputError(
+                f"{self._where(_keys_to(path)[:8])}... is nested more than {MAX_DEPTH} levels deep",
+                fix="Flatten it, or see whether it contains itself",
+            )
         if isinstance(value, int) and kind is int:
             return value if -EXACT_INT <= value <= EXACT_INT else {"$int": hex(value)}
         if isinstance(value, float) and kind is float:
@@ -90,13 +135,15 @@ class _Encoder:
         if isinstance(value, bytes) and kind is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
         if kind is list:
-            return self._items(value, path)
+            return self._items(value, path, depth)
+        if isinstance(value, Ready):
+            return value.tree
         if kind in _SEQUENCES:
-            items = self._items(value, path)
+            items = self._items(value, path, depth)
             ordered = kind in (tuple, torch.Size)
             return {_SEQUENCES[kind]: items if ordered else sorted(items, key=canonical)}
-        if isinstance(value, dict) and kind in _DICTS:
-            return self._dict(value, kind, path)
+        if kind in _DICTS:
+            return self._dict(value, kind, path, depth)
         if isinstance(value, torch.dtype):
             return {"$dtype": dtype_name(value)}
         if isinstance(value, torch.device):
@@ -107,29 +154,55 @@ class _Encoder:
             return self._numpy(value, path)
         raise self._refuse(value, path)
 
-    def _items(self, value: Any, path: tuple[str, ...]) -> list[Any]:
-        return [self.encode(item, (*path, str(i))) for i, item in enumerate(value)]
+    def _items(self, value: Any, path: _Path, depth: int) -> list[Any]:
+        if depth < MAX_DEPTH and len(value) > _FEW and _is_json(value):
+            return list(value)
+        found = []
+        for i, item in enumerate(value):
+            # What most values are is seen to here, for a call costs more.
+            kind = type(item)
+            if depth < MAX_DEPTH and (
+                kind in _WORDS
+                or (kind is int and -EXACT_INT <= item <= EXACT_INT)
+                or (kind is float and item - item == 0)
+            ):
+                found.append(item)
+            else:
+                found.append(self.encode(item, (path, i), depth + 1))
+        return found
 
-    def _dict(self, value: dict[Any, Any], kind: type, path: tuple[str, ...]) -> Any:
-        plain = kind is dict and all(type(k) is str and not k.startswith("$") for k in value)
-        if plain:
-            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+    def _dict(self, value: Any, kind: type, path: _Path, depth: int) -> Any:
+        encode, below = self.encode, depth + 1
+        if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
+            if len(value) > _FEW and below <= MAX_DEPTH and _is_json(value.values()):
+                return dict(value)
+            found = {}
+            for key, item in value.items():
+                kind = type(item)
+                if below <= MAX_DEPTH and (
+                    kind in _WORDS
+                    or (kind is int and -EXACT_INT <= item <= EXACT_INT)
+                    or (kind is float and item - item == 0)
+                ):
+                    found[key] = item
+                else:
+                    found[key] = encode(item, (path, key), below)
+            return found
         pairs = []
         for key, item in value.items():
             if isinstance(key, (torch.Tensor, np.ndarray)):
                 raise self._refuse(key, path)
             # A key is encoded like any value; what it cannot be, the table has no hashable of.
-            shown = str(key) if isinstance(key, (str, int, float)) else f"key {key!r}"
-            pairs.append([self.encode(key, (*path, shown)), self.encode(item, (*path, shown))])
+            pairs.append([encode(key, (path, key), below), encode(item, (path, key), below)])
         return {_DICTS[kind]: pairs}
 
-    def _tensor(self, value: torch.Tensor, path: tuple[str, ...]) -> Any:
-        refuse_unusual(value, self._where(path))
+    def _tensor(self, value: torch.Tensor, path: _Path) -> Any:
+        refuse_unusual(value, self._where(_keys_to(path)))
         if value.dim() == 0:
             return {"$torch": [dtype_name(value.dtype), bytes(as_bytes(value)).hex()]}
         return {"$tensor": self._name(value, path)}
 
-    def _numpy(self, value: np.generic[Any] | np.ndarray[Any, Any], path: tuple[str, ...]) -> Any:
+    def _numpy(self, value: np.generic[Any] | np.ndarray[Any, Any], path: _Path) -> Any:
         # A scalar never has a byte order of its own; an array may, and would lose it.
         if value.dtype.name not in _ARRAYS or not value.dtype.isnative:
             raise self._refuse(value, path)
@@ -140,8 +213,8 @@ class _Encoder:
         # A copy, because torch takes neither read-only arrays nor negative strides.
         return {"$ndarray": self._name(torch.from_numpy(np.array(value, order="C")), path)}
 
-    def _name(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        stem = "/".join((self.name, *(path or ("value",))))
+    def _name(self, tensor: torch.Tensor, path: _Path) -> str:
+        stem = "/".join((self.name, *(_keys_to(path) or ("value",))))
         stem = stem.encode("utf-8", "backslashreplace").decode()
         name, number = stem, 1
         while name in self.tensors:
@@ -150,13 +223,13 @@ class _Encoder:
         self.tensors[name] = tensor
         return name
 
-    def _where(self, path: tuple[str, ...]) -> str:
-        return self.name + "".join(f"[{piece!r}]" for piece in path)
+    def _where(self, keys: Iterable[str]) -> str:
+        return self.name + "".join(f"[{key!r}]" for key in keys)
 
-    def _refuse(self, value: object, path: tuple[str, ...]) -> InputError:
+    def _refuse(self, value: object, path: _Path) -> InputError:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         return InputError(
-            f"{self._where(path)} is a {kind}, which a checkpoint cannot hold",
+            f"{self._where(_keys_to(path))} is a {kind}, which a checkpoint cannot hold",
             rule="objects are made of None, bool, int, float, str, bytes, list, tuple, set, dict, "
             "numpy and torch scalars, arrays, tensors, dtype, device and Size",
             fix="Leave it out of the object's state_dict(), or attach an "

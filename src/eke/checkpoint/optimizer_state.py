@@ -21,7 +21,7 @@ from eke.checkpoint.reader import Fill
 from eke.checkpoint.tensors import copy_exactly
 from eke.errors import InputError
 
-_NAMES = "param_names"
+NAMES = "param_names"
 """The key under which torch itself keeps names in a group, for an optimizer built with them."""
 
 
@@ -49,7 +49,7 @@ class OptimizerProvider:
             known = {parameter: name for name, parameter in self.model.named_parameters()}
         names: dict[torch.Tensor, str] = {}
         for index, group in enumerate(self.optimizer.param_groups):
-            own = group.get(_NAMES) or [None] * len(group["params"])
+            own = group.get(NAMES) or [None] * len(group["params"])
             for place, (parameter, stated) in enumerate(zip(group["params"], own, strict=True)):
                 name = known.get(parameter, stated)
                 if name is None:
@@ -74,7 +74,7 @@ class OptimizerProvider:
             if isinstance(value, torch.Tensor)
         ]
 
-    def state(self) -> object:
+    def state(self) -> dict[str, Any]:
         """The object in the module's docstring."""
         names = self._names()
         tensors: dict[str, list[str]] = {}
@@ -92,7 +92,7 @@ class OptimizerProvider:
             "groups": [
                 {
                     "names": [names[parameter] for parameter in group["params"]],
-                    "options": {k: v for k, v in group.items() if k not in ("params", _NAMES)},
+                    "options": {k: v for k, v in group.items() if k not in ("params", NAMES)},
                 }
                 for group in self.optimizer.param_groups
             ],

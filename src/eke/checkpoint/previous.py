@@ -15,11 +15,11 @@ from typing import Any
 
 from eke.checkpoint.engine import Array
 from eke.checkpoint.errors import CorruptCheckpoint
+from eke.checkpoint.lane import Lane
 from eke.checkpoint.layout import latest, step_name
 from eke.checkpoint.opening import open_manifest
 from eke.checkpoint.storage import Storage, read_exactly
 from eke.checkpoint.tensorfile import CHUNK_BYTES, FileWriter
-from eke.checkpoint.write import Lane
 
 
 class Previous:
@@ -31,15 +31,16 @@ class Previous:
         self._path: Path | None = None
         self._files: Mapping[str, Mapping[str, Any]] = {}
         self._tensors: Mapping[str, Mapping[str, Any]] = {}
+        self._stated: dict[str, dict[str, Any]] = {}
 
     def committed(self, path: Path, report: Mapping[str, Any]) -> None:
         """A save was committed; `report` is this rank's."""
         self._path, self._known = path, True
-        self._files, self._tensors = report["files"], report["tensors"]
+        self._files, self._tensors, self._stated = report["files"], report["tensors"], {}
 
     def forget(self) -> None:
         """Checkpoints were deleted or replaced: look at the disk again."""
-        self._path, self._known = None, False
+        self._path, self._known, self._stated = None, False, {}
 
     def _look(self) -> None:
         """Read the newest checkpoint's manifest, once in a process."""
@@ -84,25 +85,19 @@ class Previous:
         """
         if not self._known:
             self._look()
-        there = self._files.get(lane.file)
-        if self._path is None or there is None or there["bytes"] != lane.nbytes:
+        layout = lane.layout
+        there = self._files.get(layout.file)
+        if self._path is None or there is None or there["bytes"] != layout.nbytes:
             return False
-        stated: dict[str, str] = {}
-        for name, entry in self._tensors.items():
-            for shard in entry["shards"]:
-                if shard["file"] == lane.file:
-                    stated[name] = shard["xxh3_128"]
-        hashes = {n: stated.get(one.held.name, "") for n, one in enumerate(lane.cuts)}
-        for name, entry in lane.entries(hashes).items():
-            old = self._tensors.get(name)
-            if old is None or entry["shards"][0] not in old["shards"]:
-                return False
-            if any(entry[key] != old[key] for key in ("dtype", "shape", "group", "role")):
-                return False
-        if len(stated) != len(lane.cuts):
+        stated = self._stated.get(layout.file)
+        if stated is None:
+            stated = self._stated[layout.file] = _shards_of(self._tensors, layout.file)
+        if stated.keys() != set(layout.names):
             return False
-        by_size = sorted(range(len(lane.cuts)), key=lambda n: lane.sources[n].nbytes)
-        return all(lane.digest(n, scratch) == hashes[n] for n in by_size)
+        hashes = {n: stated[name]["shards"][0]["xxh3_128"] for n, name in enumerate(layout.names)}
+        if any(lane.digest(n, scratch) != hashes[n] for n in layout.by_size):
+            return False
+        return layout.stated(hashes) == stated
 
     def link(self, lane: Lane, directory: Path, durable: bool) -> dict[str, Any]:
         """Give the committed file a name in an attempt; returns this file's part of the report.
@@ -113,8 +108,9 @@ class Previous:
             OSError: the disk failed, or the committed file is gone or damaged.
         """
         assert self._path is not None
-        source, target = self._path / lane.file, directory / lane.file
-        entry = dict(self._files[lane.file])
+        file = lane.layout.file
+        source, target = self._path / file, directory / file
+        entry = dict(self._files[file])
         try:
             self._storage.link(source, target)
         except OSError:
@@ -122,17 +118,7 @@ class Previous:
                 raise OSError(errno.EIO, "its bytes are not those that were committed") from None
         else:
             self._settle(target, entry["bytes"], durable)
-        names = [one.held.name for one in lane.cuts]
-        return {
-            "files": {lane.file: entry},
-            "tensors": {
-                name: {
-                    **self._tensors[name],
-                    "shards": [s for s in self._tensors[name]["shards"] if s["file"] == lane.file],
-                }
-                for name in names
-            },
-        }
+        return {"files": {file: entry}, "tensors": dict(self._stated[file])}
 
     def _copy(self, source: Path, target: Path, durable: bool) -> dict[str, Any]:
         fd = self._storage.open(source)
@@ -159,3 +145,13 @@ class Previous:
                 self._storage.sync(fd)
         finally:
             self._storage.close(fd)
+
+
+def _shards_of(tensors: Mapping[str, Mapping[str, Any]], file: str) -> dict[str, Any]:
+    """The entries of the tensors that have a shard in a file, each with that shard alone."""
+    found = {}
+    for name, entry in tensors.items():
+        shards = [shard for shard in entry["shards"] if shard["file"] == file]
+        if shards:
+            found[name] = {**entry, "shards": shards}
+    return found

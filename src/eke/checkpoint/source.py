@@ -9,6 +9,7 @@ second copy of itself either.
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,15 +41,41 @@ class Changed(Exception):
     """A tensor was changed before it was captured."""
 
 
+class Seen(NamedTuple):
+    """What tells that a tensor is still the one, and what it was.
+
+    Attributes:
+        version: torch's count of its changes in place; None if it has none.
+        pointer: where its first element is.
+    """
+
+    version: int | None
+    pointer: int
+
+
+def seen(tensor: torch.Tensor) -> Seen:
+    """As it is now."""
+    return Seen(None if tensor.is_inference() else tensor._version, tensor.data_ptr())
+
+
 class Source:
     """A live tensor that can be captured piece by piece.
 
     The tensor's memory is kept alive, and read at the time of `fill`. A conjugated or negated view
     is copied at once, here. A tensor of another device is copied from there, block by block, on
     that device's current stream.
+
+    Args:
+        tensor: the live tensor.
+        then: what it was when the save began, if that is not now.
+
+    Raises:
+        Changed: it is not what it was then.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, then: Seen | None = None) -> None:
+        if then is not None and seen(tensor) != then:
+            raise Changed
         plain = tensor.detach()
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
@@ -61,7 +88,10 @@ class Source:
         self._tensor = plain
         self.nbytes = plain.numel() * plain.element_size()
         self._whole = plain.is_contiguous()
+        self._pointer = plain.data_ptr()
         self._storage_bytes = plain.untyped_storage().nbytes()
+        if self.nbytes and not self._storage_bytes:
+            raise Changed  # its memory was taken away
 
     def check(self) -> None:
         """Whether the tensor is still what it was when this was made.
@@ -88,7 +118,7 @@ class Source:
             flat = self._tensor.reshape(-1).view(torch.uint8)
             torch.from_numpy(target[: end - begin]).copy_(flat[begin:end])
         elif self._whole:
-            move(target.ctypes.data, self._tensor.data_ptr() + begin, end - begin)
+            move(target.ctypes.data, self._pointer + begin, end - begin)
         else:
             self._gather(target, begin, end)
         self.check()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from eke.checkpoint.conference import Conference
 from eke.checkpoint.engine import Array, Written
 from eke.checkpoint.errors import SaveError, disk_error
 from eke.checkpoint.flow import Flow, Link, Spot
+from eke.checkpoint.lane import Lane
 from eke.checkpoint.manifest import Manifest, ObjectEntry, check, merge, serialise
 from eke.checkpoint.opening import OBJECTS_FORMAT, OBJECTS_VERSION
 from eke.checkpoint.previous import Previous
@@ -36,12 +37,15 @@ from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import write_file
 from eke.checkpoint.ticket import Ticket
 from eke.checkpoint.together import describe, rebuild
-from eke.checkpoint.write import Lane, LaneWriter, objects_file
+from eke.checkpoint.write import LaneWriter, objects_file
 from eke.distributed import Store, World
 from eke.errors import EkeError
 from eke.version import __version__
 
 log = logging.getLogger("eke.checkpoint")
+
+Rest = tuple[list[Lane], dict[str, str]]
+"""Lanes that were not known when a save began, and the aliases of all of its tensors."""
 
 BYE_S = 5.0
 """How long rank 0 keeps its store up for a rank that has not heard the end."""
@@ -72,21 +76,39 @@ class Save:
         lanes: list[Lane],
         token: str,
         protected: frozenset[int],
+        rest: Callable[[], Rest] | None = None,
     ) -> None:
-        self.ticket, self.lanes, self.doing = ticket, len(lanes), ""
+        self.ticket, self.doing, self._rest = ticket, "", rest
         self._place, self._lanes, self._token, self._protected = place, lanes, token, protected
         self._aliases, self._objects = captured.aliases, captured.objects
         self._per_rank = captured.per_rank
         self.eager: Mapping[int, int] = {
-            i: lane.eager_blocks for i, lane in enumerate(lanes) if lane.eager_blocks
+            i: lane.layout.eager_blocks for i, lane in enumerate(lanes) if lane.layout.eager_blocks
         }
-        worth = [i for i, lane in enumerate(lanes) if lane.group != OBJECTS]
-        calm = [i for i, lane in enumerate(lanes) if lane.group in (FROZEN, OTHER)]
-        self.flow = Flow([len(lane.blocks) for lane in lanes], worth, calm)
+        self.flow = Flow(*self._flowing(0), more=rest is not None)
         self._last: list[dict[Hashable, int]] | None = None
         self._talk: Conference | None = None
 
     # ------------------------------------------------------------------ capture
+
+    def _flowing(self, first: int) -> tuple[list[int], list[int], list[int]]:
+        """For the flow: the blocks of the lanes from `first` on; which of these lanes may be the
+        same as in the newest checkpoint; and for which of those nothing waits."""
+        groups = [(i, lane.layout.group) for i, lane in enumerate(self._lanes)][first:]
+        return (
+            [len(lane.blocks) for lane in self._lanes[first:]],
+            [i for i, group in groups if group != OBJECTS],
+            [i for i, group in groups if group in (FROZEN, OTHER)],
+        )
+
+    def more(self) -> tuple[Sequence[int], Collection[int], Collection[int]]:
+        """See `engine.Task`."""
+        assert self._rest is not None
+        lanes, self._aliases = self._rest()
+        self._rest = None
+        first = len(self._lanes)
+        self._lanes = [*self._lanes, *lanes]
+        return self._flowing(first)
 
     def wanted(self, storages: Collection[object] | None) -> Mapping[int, int]:
         """See `engine.Task`."""
@@ -111,7 +133,7 @@ class Save:
 
     def release(self) -> None:
         """See `engine.Task`."""
-        self._lanes, self._last = [], None
+        self._lanes, self._last, self._rest = [], None, None
         self._objects = {}
 
     def failure(self, error: BaseException) -> EkeError:
@@ -226,7 +248,6 @@ class Save:
         report: dict[str, Any] = {
             "files": {},
             "tensors": {},
-            "aliases": self._aliases,
             "linked": [],
         }
         during = self.ticket.marks.during
@@ -239,12 +260,12 @@ class Save:
                 if self._talk is not None:
                     self._talk.beat()
                 lane = self._lanes[what.lane]
-                path = directory / lane.file
+                path = directory / lane.layout.file
                 self.doing = f"writing {path}"
                 if isinstance(what, Link):
                     with during("write", "link"):
                         part = self._place.previous.link(lane, directory, durable)
-                    report["linked"].append(lane.file)
+                    report["linked"].append(lane.layout.file)
                 else:
                     assert data is not None
                     if what.lane not in writers:
@@ -263,6 +284,7 @@ class Save:
         finally:
             for writer in writers.values():
                 writer.close()
+        report["aliases"] = self._aliases
         self.ticket.reach("persisted")
         return report
 

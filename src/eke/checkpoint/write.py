@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
 from eke.checkpoint.capture import Captured, Held, rank_name
 from eke.checkpoint.dtypes import STORED, stored_shape, tensor_bytes
+from eke.checkpoint.lane import Lane, Layout
 from eke.checkpoint.plan import HEADER, Block, cut
 from eke.checkpoint.providers import FROZEN, OTHER
 from eke.checkpoint.sharing import Item, share_out
-from eke.checkpoint.source import Changed, Source, storage_of
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import FileWriter, Piece, arrange, build_header
 from eke.checkpoint.tensors import dtype_name
 from eke.distributed import World
-from eke.errors import EkeError
 
 DIRECT_FROM_BYTES = 1 << 20
 """Smaller files go through the page cache: the last, partial block does so anyway."""
@@ -70,149 +65,96 @@ def cuts_of(captured: Captured, here: World) -> dict[str, list[Cut]]:
     return cuts
 
 
-@dataclass
-class Lane:
-    """One file: what is live, and the blocks that it is captured and written in.
-
-    Attributes:
-        cuts: in the order of their bytes in the file.
-        starts: where in the file each of them begins.
-        eager_blocks: the first so many blocks hold all that must be captured at once.
-    """
-
-    file: str
-    group: str
-    header: bytes
-    cuts: list[Cut]
-    starts: list[int]
-    sources: list[Source]
-    blocks: list[Block]
-    eager_blocks: int
-
-    @property
-    def nbytes(self) -> int:
-        """The file's length."""
-        return self.blocks[-1].end
-
-    def fill(self, block: int, slot: npt.NDArray[np.uint8]) -> None:
-        """Copy a block from what is live.
-
-        Raises:
-            EkeError: a tensor was changed before it was captured.
-        """
-        for tensor, begin, end, at in self.blocks[block].parts:
-            target = slot[at:]
-            if tensor == HEADER:
-                target[: end - begin] = np.frombuffer(self.header, np.uint8)[begin:end]
-                continue
-            with self._unchanged(tensor):
-                self.sources[tensor].fill(target, begin, end)
-
-    def digest(self, tensor: int, scratch: npt.NDArray[np.uint8]) -> str:
-        """The hash of a tensor as it is now.
-
-        Raises:
-            EkeError: it was changed before it was captured.
-        """
-        with self._unchanged(tensor):
-            return self.sources[tensor].digest(scratch)
-
-    @contextmanager
-    def _unchanged(self, tensor: int) -> Iterator[None]:
-        try:
-            yield
-        except Changed as error:
-            raise EkeError(
-                f"the tensor {self.cuts[tensor].held.name} was changed before it was captured",
-                rule="between save() and the next step() of a torch.optim optimizer, nothing "
-                "changes what is attached",
-                fix="Call Checkpointer.barrier() before anything else changes it: an average "
-                "of weights, a hand-written update, load_state_dict",
-            ) from error
-
-    def entries(self, hashes: Mapping[int, str]) -> dict[str, Any]:
-        """The manifest's entries of this file's tensors, from their hashes."""
-        found = {}
-        for number, (one, begin) in enumerate(zip(self.cuts, self.starts, strict=True)):
-            found[one.held.name] = {
-                "dtype": dtype_name(one.tensor.dtype),
-                "shape": list(one.held.tensor.shape),
-                "group": self.group,
-                "role": one.held.role,
-                "shards": [
-                    {
-                        "file": self.file,
-                        "key": one.held.name,
-                        "offset": list(one.offset),
-                        "shape": list(one.tensor.shape),
-                        "begin": begin,
-                        "end": begin + self.sources[number].nbytes,
-                        "xxh3_128": hashes[number],
-                    }
-                ],
-            }
-        return found
-
-    def last_blocks(self) -> dict[Hashable, int]:
-        """Memory -> how many of the first blocks hold all of it."""
-        found: dict[Hashable, int] = {}
-        for number, block in enumerate(self.blocks, 1):
-            for part in block.parts:
-                if part.tensor != HEADER:
-                    found[storage_of(self.cuts[part.tensor].tensor)] = number
-        return found
-
-
-def lanes_of(captured: Captured, here: World, block_bytes: int) -> list[Lane]:
-    """This rank's files, what must be captured first before the rest."""
-    lanes = []
-    devices = {held.tensor.device for held in (*captured.shared, *captured.own)}
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # what other threads copy was computed by this one
+def layouts_of(captured: Captured, here: World, block_bytes: int) -> list[tuple[Layout, list[Cut]]]:
+    """This rank's files with what is in them, what must be captured first before the rest."""
+    found = []
     for group, cuts in cuts_of(captured, here).items():
         by_key = {one.held.name: one for one in cuts}
-        keys, header, starts, blocks = _lay_out(tuple(map(_piece, cuts)), block_bytes)
-        ordered = [by_key[key] for key in keys]
-        sources = [Source(one.tensor) for one in ordered]
+        names, header, starts, sizes, blocks = _lay_out(tuple(map(_piece, cuts)), block_bytes)
+        ordered = [by_key[name] for name in names]
         eager_until = max(
             (
-                start + source.nbytes
-                for one, start, source in zip(ordered, starts, sources, strict=True)
+                start + size
+                for one, start, size in zip(ordered, starts, sizes, strict=True)
                 if one.held.eager or one.tensor.device.type != "cpu"
             ),
             default=0,
         )
         eager_blocks = sum(block.begin < eager_until for block in blocks)
         file = f"{rank_name(here.rank)}.{group}.safetensors"
-        lanes.append(Lane(file, group, header, ordered, starts, sources, blocks, eager_blocks))
+        entries = [
+            _entry(one, group, file, start, size)
+            for one, start, size in zip(ordered, starts, sizes, strict=True)
+        ]
+        layout = Layout(file, group, header, names, entries, starts, sizes, blocks, eager_blocks)
+        found.append((layout, ordered))
     # What no optimizer changes is waited for by nobody, so it is captured last.
-    return sorted(lanes, key=lambda lane: (lane.eager_blocks == 0, lane.group in (FROZEN, OTHER)))
+    return sorted(
+        found, key=lambda pair: (pair[0].eager_blocks == 0, pair[0].group in (FROZEN, OTHER))
+    )
 
 
 @lru_cache(maxsize=16)
 def _lay_out(
     pieces: tuple[Piece, ...], block_bytes: int
-) -> tuple[list[str], bytes, list[int], list[Block]]:
-    """Of a file: its keys in order, its header, where each tensor starts, its blocks.
-
-    Remembered, because most saves are of the same tensors as the one before.
-    """
+) -> tuple[list[str], bytes, list[int], list[int], list[Block]]:
+    """Of a file: its keys in order, its header, where each tensor starts and how long it is, its
+    blocks. Remembered, because most saves are of the same tensors as the one before."""
     ordered = arrange(pieces)
     header, starts = build_header(ordered)
-    blocks = cut(len(header), [piece.nbytes for piece in ordered], block_bytes)
-    return [piece.key for piece in ordered], header, starts, blocks
+    sizes = [piece.nbytes for piece in ordered]
+    blocks = cut(len(header), sizes, block_bytes)
+    return [piece.key for piece in ordered], header, starts, sizes, blocks
+
+
+def lanes_of(captured: Captured, here: World, block_bytes: int) -> list[Lane]:
+    """This rank's files, ready to be filled."""
+    settle_devices({held.tensor.device for held in (*captured.shared, *captured.own)})
+    return [
+        Lane(layout, [one.tensor for one in cuts])
+        for layout, cuts in layouts_of(captured, here, block_bytes)
+    ]
+
+
+def settle_devices(devices: Iterable[torch.device]) -> None:
+    """Wait for what this thread has asked of GPUs: other threads copy it."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _entry(one: Cut, group: str, file: str, begin: int, size: int) -> dict[str, Any]:
+    """A tensor's entry in the manifest, without its hash."""
+    return {
+        "dtype": dtype_name(one.tensor.dtype),
+        "shape": list(one.held.tensor.shape),
+        "group": group,
+        "role": one.held.role,
+        "shards": [
+            {
+                "file": file,
+                "key": one.held.name,
+                "offset": list(one.offset),
+                "shape": list(one.tensor.shape),
+                "begin": begin,
+                "end": begin + size,
+                "xxh3_128": "",
+            }
+        ],
+    }
 
 
 class LaneWriter:
     """Writes a lane's blocks, in order, and hashes them."""
 
     def __init__(self, storage: Storage, directory: Path, lane: Lane) -> None:
-        self.lane = lane
+        self._layout = lane.layout
         self._hashes: dict[int, str] = {}
         self._open: xxhash.xxh3_128 | None = None
         self._file = FileWriter(
-            storage, directory / lane.file, direct=lane.nbytes >= DIRECT_FROM_BYTES
+            storage,
+            directory / lane.layout.file,
+            direct=lane.layout.nbytes >= DIRECT_FROM_BYTES,
         )
 
     def write(self, block: int, data: memoryview) -> None:
@@ -221,12 +163,12 @@ class LaneWriter:
         Raises:
             OSError: the disk refused it.
         """
-        here = self.lane.blocks[block]
+        here = self._layout.blocks[block]
         for tensor, begin, end, at in here.parts:
             if tensor == HEADER:
                 continue
             part = data[at : at + end - begin]
-            last = end == self.lane.sources[tensor].nbytes
+            last = end == self._layout.sizes[tensor]
             if begin == 0 and last:
                 self._hashes[tensor] = xxhash.xxh3_128_hexdigest(part)
                 continue
@@ -242,8 +184,8 @@ class LaneWriter:
         """Make the file durable if asked to; returns this file's part of the rank's report."""
         entry = dict(vars(self._file.finish(durable)))
         empty = xxhash.xxh3_128_hexdigest(b"")
-        hashes = {n: self._hashes.get(n, empty) for n in range(len(self.lane.cuts))}
-        return {"files": {self.lane.file: entry}, "tensors": self.lane.entries(hashes)}
+        hashes = {n: self._hashes.get(n, empty) for n in range(len(self._layout.names))}
+        return {"files": {self._layout.file: entry}, "tensors": self._layout.stated(hashes)}
 
     def close(self) -> None:
         """Let the file go."""
