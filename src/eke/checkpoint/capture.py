@@ -5,6 +5,9 @@ that belongs to a rank is its *own*. A provider's object is shared when every ra
 one, which is found by comparing hashes, and each rank's own otherwise, or when the provider says
 that it is `per_rank`. Own tensors have the rank in their names: `rng/rank00001/torch`.
 
+A DTensor is a shared tensor too, of which every rank has a box: each box is written once, by the
+ranks that hold it together.
+
 Tensors that are the same memory seen the same way (tied weights) appear once; their other names
 are aliases.
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,23 +31,46 @@ from eke.checkpoint.manifest import Role
 from eke.checkpoint.objects import canonical, encode
 from eke.checkpoint.optimizer_state import OptimizerProvider
 from eke.checkpoint.providers import OBJECTS, OTHER, STATE, StateProvider
+from eke.checkpoint.sharing import holders
 from eke.checkpoint.source import storage_of
 from eke.checkpoint.tensors import as_bytes, dtype_name, identity, refuse_unusual
 from eke.checkpoint.together import agree
-from eke.distributed import World
+from eke.distributed import Box, World, is_dtensor, mesh_of, part_of
 from eke.errors import EkeError, InputError
 
 GROUP = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
+class Spread(NamedTuple):
+    """What a rank knows of a DTensor.
+
+    Attributes:
+        live: the DTensor itself.
+        shape: the whole tensor's.
+        box: what this rank holds; None if that is nothing.
+        holders: the ranks that hold the same box, in order.
+    """
+
+    live: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box | None
+    holders: tuple[int, ...] = ()
+
+
 class Held(NamedTuple):
-    """A tensor to write, under its name in the manifest."""
+    """A tensor to write, under its name in the manifest; of a DTensor, what this rank has of it."""
 
     name: str
     tensor: torch.Tensor
     group: str
     role: Role
     eager: bool = True
+    spread: Spread | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole tensor's."""
+        return tuple(self.tensor.shape) if self.spread is None else self.spread.shape
 
 
 @dataclass
@@ -55,6 +82,7 @@ class Captured:
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, bool] = field(default_factory=dict)
+    mesh: dict[str, int] = field(default_factory=dict)
     notes: list[Any] = field(default_factory=list)
 
 
@@ -95,20 +123,26 @@ def capture(
             prefix = prefix_of(name, here.rank, own=provider.per_rank)
             for key, tensor, group, eager in provider.segments():
                 full = f"{prefix}/{key}"
-                refuse_unusual(tensor, full)
+                held = _held(full, tensor, group, eager)
+                refuse_unusual(held.tensor, full)
                 require_group(group, full)
                 if clocks and group == STATE:
-                    group = clocks.get(storage_of(tensor), OTHER)
-                (own if provider.per_rank else segments).append(
-                    Held(full, tensor, group, "segment", eager)
-                )
+                    held = held._replace(group=clocks.get(clock(tensor), OTHER))
+                if provider.per_rank and held.spread is not None:
+                    raise InputError(
+                        f"the tensor {full} is spread over ranks, and its provider says that every "
+                        "rank's state is its own",
+                        fix="Give it through a provider whose `per_rank` is false",
+                    )
+                (own if provider.per_rank else segments).append(held)
             states[name] = provider.state()
             digests[name] = _digest(*encode(states[name], name)) if here.size > 1 else ""
         if len({held.name for held in segments}) != len(segments):
             raise InputError("a provider gave two tensors one name")
         # Alone there is nobody to compare with.
         structure = _structure(segments) if here.size > 1 else ""
-        return {"digests": digests, "segments": structure, "note": noted}
+        boxes = [held.spread.box for held in _spread(segments) if held.spread is not None]
+        return {"digests": digests, "segments": structure, "boxes": boxes, "note": noted}
 
     rows = agree(f"saving step {step}", look)
     for rank, row in enumerate(rows):
@@ -119,6 +153,18 @@ def capture(
                 rule="every rank attaches the same things, with tensors of equal names and shapes",
             )
     out = Captured(notes=[row["note"] for row in rows])
+    spread = _spread(segments)
+    out.mesh = mesh_of((held.spread.live for held in spread if held.spread), here.size)
+    where = {
+        held.name: holders([row["boxes"][number] for row in rows], here.rank)
+        for number, held in enumerate(spread)
+    }
+    segments = [
+        held._replace(spread=held.spread._replace(holders=where[held.name]))
+        if held.spread is not None
+        else held
+        for held in segments
+    ]
 
     def name_all() -> None:
         for name, provider in providers.items():
@@ -169,8 +215,28 @@ def clocks_of(changes: Sequence[Iterable[torch.Tensor]]) -> dict[Hashable, str]:
     for number, tensors in enumerate(changes, 1):
         name = STATE if number == 1 else f"{STATE}-{number}"
         for tensor in tensors:
-            groups.setdefault(storage_of(tensor), name)
+            groups.setdefault(clock(tensor), name)
     return groups
+
+
+def clock(tensor: torch.Tensor) -> Hashable:
+    """What an optimizer's tensor is known by, alike on all ranks, also where one has no memory."""
+    return id(tensor) if is_dtensor(tensor) else storage_of(tensor)
+
+
+def _held(name: str, tensor: torch.Tensor, group: str, eager: bool) -> Held:
+    part = part_of(tensor, name)
+    if not part.spread:
+        return Held(name, tensor, group, "segment", eager)
+    if not prod(part.shape):  # then every rank has all that there is
+        return Held(name, part.local.new_empty(part.shape), group, "segment", eager)
+    box = part.box if part.local.numel() else None
+    return Held(name, part.local, group, "segment", eager, Spread(tensor, part.shape, box))
+
+
+def _spread(segments: list[Held]) -> list[Held]:
+    """The DTensors, in an order that is the same on all ranks."""
+    return sorted((held for held in segments if held.spread is not None), key=lambda one: one.name)
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -186,7 +252,7 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _structure(segments: list[Held]) -> str:
     """Equal on ranks that hold the same shared tensors."""
     names = {
-        held.name: [dtype_name(held.tensor.dtype), list(held.tensor.shape), held.group]
+        held.name: [dtype_name(held.tensor.dtype), held.shape, held.group, held.spread is not None]
         for held in segments
     }
     tied: dict[str, str] = {}
@@ -202,7 +268,8 @@ def untie(held: list[Held], aliases: dict[str, str]) -> list[Held]:
         if one.name in seen:
             raise InputError(f"two tensors would both be called {one.name}")
         seen.add(one.name)
-        same = identity(one.tensor)
+        # A DTensor is known by itself: a rank may have no memory of it.
+        same = identity(one.tensor) if one.spread is None else id(one.spread.live)
         if same is not None and (same, one.role) in first:
             aliases[one.name] = first[same, one.role]
         else:

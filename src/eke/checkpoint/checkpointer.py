@@ -44,7 +44,7 @@ from eke.checkpoint.task import Place, Save, save_error
 from eke.checkpoint.ticket import Ticket
 from eke.checkpoint.together import agree
 from eke.checkpoint.write import lanes_of
-from eke.distributed import store, world
+from eke.distributed import local_of, store, world
 from eke.errors import EkeError, InputError
 
 log = logging.getLogger("eke.checkpoint")
@@ -274,17 +274,19 @@ class Checkpointer:
             self._engine.barrier(lambda: None)
         else:
             given = list(params)
-            self._engine.barrier(lambda: {storage_of(tensor) for tensor in given})
+            self._engine.barrier(lambda: {storage_of(local_of(tensor)) for tensor in given})
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Any optimizer is about to change its parameters and its state."""
         if world().size == 1:
             self._engine.raise_failed()
-        self._engine.barrier(lambda: {storage_of(tensor) for tensor in tensors_of(optimizer)})
+        self._engine.barrier(
+            lambda: {storage_of(local_of(tensor)) for tensor in tensors_of(optimizer)}
+        )
         # Training has begun, and the optimizer has its state: the first save is not far.
         if not self._pool_ready and optimizer.state and self._is_attached(optimizer):
             self._pool_ready = True
-            self._engine.prefault(sum(tensor.nbytes for tensor in tensors_of(optimizer)))
+            self._engine.prefault(sum(local_of(tensor).nbytes for tensor in tensors_of(optimizer)))
 
     def _is_attached(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(

@@ -84,6 +84,12 @@ class Lane:
             pointers = [one.pointer for one in now]
         self._versions, self._pointers = versions, pointers
         self._sources: dict[int, Source] = {}
+        self._wholes: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def watch(self, wholes: Mapping[int, torch.Tensor]) -> None:
+        """Watch DTensors that some of the tensors, by number, are this rank's part of: torch counts
+        changes of the DTensor, and none of the part's."""
+        self._wholes |= {number: (whole, whole._version) for number, whole in wholes.items()}
 
     @property
     def blocks(self) -> list[Block]:
@@ -132,6 +138,10 @@ class Lane:
     def _unchanged(self, tensor: int) -> Iterator[None]:
         try:
             yield
+            if tensor in self._wholes:
+                whole, version = self._wholes[tensor]
+                if whole._version != version:
+                    raise Changed
         except Changed as error:
             raise EkeError(
                 f"the tensor {self.layout.names[tensor]} was changed before it was captured",

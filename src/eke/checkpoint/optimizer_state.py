@@ -19,6 +19,7 @@ import torch
 from eke.checkpoint.providers import STATE, Fit, Saved, Segment, unwrap
 from eke.checkpoint.reader import Fill
 from eke.checkpoint.tensors import copy_exactly
+from eke.distributed import empty_beside, reshard
 from eke.errors import InputError
 
 NAMES = "param_names"
@@ -46,6 +47,7 @@ class OptimizerProvider:
         """Every parameter of the optimizer -> its name."""
         known: dict[torch.Tensor, str] = {}
         if self.model is not None:
+            reshard(self.model)  # else FSDP2 may show whole parameters that the optimizer never saw
             known = {parameter: name for name, parameter in self.model.named_parameters()}
         names: dict[torch.Tensor, str] = {}
         for index, group in enumerate(self.optimizer.param_groups):
@@ -188,8 +190,9 @@ class OptimizerProvider:
                 assert isinstance(dtype, torch.dtype)
                 if saved.cast and key != "step" and _floating(dtype, parameter):
                     dtype = parameter.dtype  # as torch's own load_state_dict has it
-                device = "cpu" if key == "step" and not step_on_device else parameter.device
-                tensor = torch.empty(spec.shape, dtype=dtype, device=device)
+                on_cpu = key == "step" and not step_on_device
+                device = torch.device("cpu") if on_cpu else None
+                tensor = empty_beside(parameter, dtype, spec.shape, device)
             fills[key] = Fill(full, tensor)
         return fills
 

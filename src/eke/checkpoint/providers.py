@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from eke.checkpoint.reader import Fill
+from eke.distributed import reshard
 from eke.errors import InputError
 
 STATE, FROZEN, OTHER = "state", "frozen", "other"
@@ -170,6 +171,7 @@ class ModuleProvider:
     def _split(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
         tensors: dict[str, torch.Tensor] = {}
         extra: dict[str, object] = {}
+        reshard(self.module)
         own = {id(p) for p in self.module.parameters()} | {id(b) for b in self.module.buffers()}
         for key, value in self.module.state_dict(keep_vars=True).items():
             if key.endswith("_extra_state"):

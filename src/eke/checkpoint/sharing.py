@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SPLIT_BYTES = 1 << 20
 """Tensors smaller than this stay whole: a shard costs an entry in the manifest."""
@@ -29,6 +29,11 @@ class Part(NamedTuple):
     name: str
     begin: int
     end: int
+
+
+def holders(boxes: Sequence[Any], rank: int) -> tuple[int, ...]:
+    """The ranks that hold what `rank` does, in order, from every rank's box."""
+    return tuple(other for other, box in enumerate(boxes) if box == boxes[rank])
 
 
 def share_out(

@@ -81,7 +81,7 @@ class Save:
         self.ticket, self.doing, self._rest = ticket, "", rest
         self._place, self._lanes, self._token, self._protected = place, lanes, token, protected
         self._aliases, self._objects = captured.aliases, captured.objects
-        self._per_rank = captured.per_rank
+        self._per_rank, self._mesh = captured.per_rank, captured.mesh
         self.eager: Mapping[int, int] = {
             i: lane.layout.eager_blocks for i, lane in enumerate(lanes) if lane.layout.eager_blocks
         }
@@ -321,7 +321,7 @@ class Save:
             manifest = Manifest(
                 step=self.ticket.step,
                 world_size=ranks,
-                mesh={"data": ranks},
+                mesh=self._mesh,
                 created_unix_s=time.time(),
                 eke=__version__,
                 torch=torch.__version__,

@@ -42,23 +42,29 @@ def cuts_of(captured: Captured, here: World) -> dict[str, list[Cut]]:
     """What this rank writes, by group: its share of the shared tensors, and all of its own."""
     cuts: dict[str, list[Cut]] = {}
     by_name = {held.name: held for held in captured.shared}
-    for group in sorted({held.group for held in captured.shared}):
-        items = []
-        for held in captured.shared:
-            if held.group == group:
-                shape = tuple(held.tensor.shape)
-                rows = shape[0] if shape else 1
-                size = tensor_bytes(dtype_name(held.tensor.dtype), shape)
-                items.append(Item(held.name, rows, size // rows if rows else 0))
-        for name, begin, end in share_out(items, here.size)[here.rank]:
+    everyone = tuple(range(here.size))
+    items: dict[tuple[str, tuple[int, ...]], list[Item]] = {}
+    for held in captured.shared:
+        ranks = everyone
+        if held.spread is not None:
+            if held.spread.box is None:
+                continue  # it has nothing of this one
+            ranks = held.spread.holders
+        shape = tuple(held.tensor.shape)
+        rows = shape[0] if shape else 1
+        size = tensor_bytes(dtype_name(held.tensor.dtype), shape)
+        item = Item(held.name, rows, size // rows if rows else 0)
+        items.setdefault((held.group, ranks), []).append(item)
+    for (group, ranks), shared in items.items():
+        for name, begin, end in share_out(shared, len(ranks))[ranks.index(here.rank)]:
             held = by_name[name]
-            whole, rest = held.tensor, held.tensor.dim() - 1
-            if rest >= 0 and end - begin < whole.shape[0]:
-                whole = whole.detach()
-                one = Cut(held, whole.narrow(0, begin, end - begin), (begin, *[0] * rest))
-            else:
-                one = Cut(held, whole, (0,) * (rest + 1))
-            cuts.setdefault(group, []).append(one)
+            part, offset = held.tensor, [0] * held.tensor.dim()
+            if held.spread is not None and held.spread.box is not None:
+                offset = list(held.spread.box.offset)
+            if offset and end - begin < part.shape[0]:
+                part = part.detach().narrow(0, begin, end - begin)
+                offset[0] += begin
+            cuts.setdefault(group, []).append(Cut(held, part, tuple(offset)))
     for held in captured.own:
         one = Cut(held, held.tensor, (0,) * held.tensor.dim())
         cuts.setdefault(held.group, []).append(one)
@@ -110,10 +116,12 @@ def _lay_out(
 def lanes_of(captured: Captured, here: World, block_bytes: int) -> list[Lane]:
     """This rank's files, ready to be filled."""
     settle_devices({held.tensor.device for held in (*captured.shared, *captured.own)})
-    return [
-        Lane(layout, [one.tensor for one in cuts])
-        for layout, cuts in layouts_of(captured, here, block_bytes)
-    ]
+    lanes = []
+    for layout, cuts in layouts_of(captured, here, block_bytes):
+        lane = Lane(layout, [one.tensor for one in cuts])
+        lane.watch({n: one.held.spread.live for n, one in enumerate(cuts) if one.held.spread})
+        lanes.append(lane)
+    return lanes
 
 
 def settle_devices(devices: Iterable[torch.device]) -> None:
@@ -127,7 +135,7 @@ def _entry(one: Cut, group: str, file: str, begin: int, size: int) -> dict[str, 
     """A tensor's entry in the manifest, without its hash."""
     return {
         "dtype": dtype_name(one.tensor.dtype),
-        "shape": list(one.held.tensor.shape),
+        "shape": list(one.held.shape),
         "group": group,
         "role": one.held.role,
         "shards": [

@@ -1,6 +1,17 @@
-"""The only user of `torch.distributed`: the job's ranks, and small objects between them."""
+"""The only user of `torch.distributed`: the job's ranks, small objects between them, and tensors
+that are spread over them."""
 
 from eke.distributed.keyvalue import Store
+from eke.distributed.sharding import (
+    Box,
+    Part,
+    empty_beside,
+    is_dtensor,
+    local_of,
+    mesh_of,
+    part_of,
+    reshard,
+)
 from eke.distributed.world import (
     World,
     barrier,
@@ -14,12 +25,20 @@ from eke.distributed.world import (
 )
 
 __all__ = [
+    "Box",
+    "Part",
     "Store",
     "World",
     "barrier",
+    "empty_beside",
     "gather_objects",
     "gloo_available",
     "init",
+    "is_dtensor",
+    "local_of",
+    "mesh_of",
+    "part_of",
+    "reshard",
     "shutdown",
     "store",
     "world",
