@@ -6,7 +6,8 @@ is decoded. After that only the bytes of tensors are still unchecked; they are a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from operator import add
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from eke.checkpoint.objects import decode
 from eke.checkpoint.providers import Fit, Saved, Spec, StateProvider
 from eke.checkpoint.reader import Fill, Reader
 from eke.checkpoint.references import references
-from eke.distributed import World
+from eke.distributed import World, is_dtensor, part_of
 from eke.errors import EkeError, InputError
 
 SORTS = ("missing", "unexpected", "mismatched", "left_alone")
@@ -151,13 +152,29 @@ class Attempt:
             tensors,
             state,
             read=lambda key: reader.read(prefix + key),
-            copy_into=lambda key, live: reader.copy_into(prefix + key, live),
-            fill=lambda fills: reader.fill(
+            copy_into=lambda key, live: self._fill([Fill(prefix + key, live)]),
+            fill=lambda fills: self._fill(
                 [Fill(prefix + key, live, offset) for key, live, offset in fills]
             ),
             content=lambda key: _content(manifest.find(prefix + key)),
             cast=self._cast,
         )
+
+    def _fill(self, wanted: Sequence[Fill]) -> None:
+        """Fill live tensors; of a DTensor, what this rank holds of it."""
+        fills = []
+        for name, live, start in wanted:
+            part = part_of(live, name)
+            if not part.spread:
+                fills.append(Fill(name, live, start))
+            elif part.box is not None:
+                base = start or (0,) * len(part.shape)
+                offset = tuple(map(add, base, part.box.offset))
+                fills.append(Fill(name, part.local, offset))
+        self._reader.fill(fills)
+        for fill in wanted:
+            if is_dtensor(fill.target) and not fill.target.is_inference():
+                torch.autograd.graph.increment_version(fill.target)
 
     def _inner(self, encoded: object) -> dict[str, torch.Tensor]:
         """The tensors inside an object by the names it has for them; one for several aliases."""

@@ -18,7 +18,7 @@ import torch
 
 from eke.checkpoint.providers import STATE, Fit, Saved, Segment, unwrap
 from eke.checkpoint.reader import Fill
-from eke.checkpoint.tensors import copy_exactly
+from eke.checkpoint.tensors import copy_exactly, require_place
 from eke.distributed import empty_beside, reshard
 from eke.errors import InputError
 
@@ -116,7 +116,10 @@ class OptimizerProvider:
         kind, stored = type(self.optimizer).__name__, saved.state["class"]
         if kind != stored:
             return Fit(mismatched=[f"(the checkpoint has {stored}, this is {kind})"])
-        live = set(self._names().values())
+        names = self._names()
+        for parameter, name in names.items():
+            require_place(parameter, name)
+        live = set(names.values())
         there = {name for group in saved.state["groups"] for name in group["names"]}
         fit = Fit(missing=sorted(live - there), unexpected=sorted(there - live))
         if fit.missing:

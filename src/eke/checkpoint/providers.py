@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from eke.checkpoint.reader import Fill
+from eke.checkpoint.tensors import require_place
 from eke.distributed import reshard
 from eke.errors import InputError
 
@@ -134,11 +135,15 @@ def compare(
     """The fit of saved segments and live tensors by name, dtype and shape.
 
     With `cast`, two floating-point types fit one another.
+
+    Raises:
+        InputError: a live tensor has no memory, or is a DTensor that nothing can be restored into.
     """
     fit = Fit(
         missing=sorted(live.keys() - saved.keys()), unexpected=sorted(saved.keys() - live.keys())
     )
     for key in sorted(saved.keys() & live.keys()):
+        require_place(live[key], key)
         if not _alike(saved[key], live[key], cast):
             fit.mismatched.append(key)
     return fit

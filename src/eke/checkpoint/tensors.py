@@ -11,7 +11,11 @@ from collections.abc import Hashable
 import torch
 
 from eke.checkpoint.dtypes import STORED
+from eke.distributed import part_of
 from eke.errors import InputError
+
+
+_LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -41,6 +45,24 @@ def refuse_unusual(tensor: torch.Tensor, name: str) -> None:
             rule="checkpoints hold plain dense tensors",
             fix="Attach it through a StateProvider that gives and takes plain tensors",
         )
+
+
+def require_place(tensor: torch.Tensor, name: str) -> None:
+    """Raise for a live tensor that nothing can be restored into.
+
+    Raises:
+        InputError: it has no memory, because it is on the meta device or belongs to a lazy module
+            that has seen no input; or it is a DTensor of which this rank has no plain box.
+    """
+    if isinstance(tensor, _LAZY):
+        what, fix = "has never been initialised", "Run one batch through the lazy modules first"
+    elif tensor.device.type == "meta":
+        what = "is on the meta device and has no memory"
+        fix = 'Call model.to_empty(device="cpu"), or another device, before restoring'
+    else:
+        part_of(tensor, name)
+        return
+    raise InputError(f"the tensor {name} {what}, so nothing can be restored into it", fix=fix)
 
 
 def identity(tensor: torch.Tensor) -> Hashable | None:

@@ -1,0 +1,240 @@
+"""Saves of one number of ranks and one placement restore into any other, bit for bit."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from safetensors.torch import load_file
+
+from eke.checkpoint import load_tensors, verify
+from eke.checkpoint.opening import open_manifest
+from eke.checkpoint.storage import Storage
+
+JOB = """
+    import sys
+
+    import torch
+    from safetensors.torch import load_file, save_file
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from eke import distributed
+    from eke.checkpoint import Checkpointer
+
+    class Net(nn.Module):
+        # Tied weights, sizes that no number of ranks divides, fewer rows than ranks, a frozen
+        # parameter, bfloat16, a scalar, a buffer, dropout.
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(23, 6)
+            self.inner = nn.Linear(6, 7)
+            self.low = nn.Linear(7, 6).bfloat16()
+            self.gate = nn.Linear(6, 1)
+            self.wide = nn.Linear(6, 6, bias=False)
+            self.drop = nn.Dropout(0.3)
+            self.head = nn.Linear(6, 23, bias=False)
+            self.head.weight = self.embed.weight
+            self.wide.weight.requires_grad_(False)
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, ids):
+            x = self.inner(self.embed(ids)).relu()
+            x = self.low(x.bfloat16()).float()
+            self.seen += 1
+            return self.head(self.drop(self.wide(x) * self.gate(x)))
+
+    class Position:
+        def __init__(self):
+            self.next = 0
+
+        def state_dict(self):
+            return {"next": self.next}
+
+        def load_state_dict(self, state):
+            self.next = state["next"]
+
+    class Job:
+        # A training run whose model is placed in one of the ways that torch has.
+        def __init__(self, placement, seed, size, optimizer=torch.optim.AdamW):
+            torch.manual_seed(seed)
+            self.model = model = Net()
+            if placement == "replicated":
+                self.model = distributed.wrap(model, torch.device("cpu"))
+            elif placement != "plain":
+                from torch.distributed.fsdp import fully_shard
+                from torch.distributed.tensor.parallel import (
+                    ColwiseParallel, RowwiseParallel, parallelize_module,
+                )
+                mesh = init_device_mesh("cpu", (size,))
+                if placement == "copies":
+                    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("all", "part"))
+                if placement == "grid":
+                    grid = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "model"))
+                    parallelize_module(model, grid["model"], {"wide": ColwiseParallel(
+                        output_layouts=torch.distributed.tensor.Replicate())})
+                    mesh = grid["data"]
+                for part in (model.low, model.inner, model):
+                    fully_shard(part, mesh=mesh)
+            self.optimizer = optimizer((p for p in model.parameters() if p.requires_grad), lr=0.01)
+            self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 2, 5], 0.5)
+            self.loader = Position()
+            rank = distributed.world().rank  # ranks that share a model's layer share its batch
+            self.batch = rank // (size // 2) if placement == "grid" else rank
+
+        def attach_to(self, checkpointer):
+            checkpointer.attach(model=self.model, optimizer=self.optimizer, rng=True,
+                scheduler=self.scheduler, loader=self.loader)
+            return checkpointer
+
+        def steps(self, count):
+            return [self.step() for _ in range(count)]
+
+        def step(self):
+            draw = torch.Generator().manual_seed(1000 * self.loader.next + self.batch)
+            self.loader.next += 1
+            ids = torch.randint(0, 23, (5,), generator=draw)
+            loss = nn.functional.cross_entropy(self.model(ids), ids)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            return loss.item()
+
+        def whole(self):
+            # A gathered copy of every tensor, as this rank sees it.
+            distributed.reshard(self.model)
+            model = getattr(self.model, "module", self.model)
+            names = {p: n for n, p in model.named_parameters()}
+            found = {f"model/{n}": t for n, t in model.state_dict().items()}
+            for parameter, state in self.optimizer.state.items():
+                found |= {f"optimizer/{names[parameter]}/{k}": t for k, t in state.items()}
+            return {
+                name: getattr(t, "full_tensor", lambda t=t: t)().detach().clone()
+                for name, t in found.items()
+            }
+
+    def save(placement, root, size):
+        job = Job(placement, 0, size)
+        job.steps(2)
+        with torch.no_grad():
+            job.model(torch.arange(3))  # FSDP2 now keeps whole parameters
+        with job.attach_to(Checkpointer(root)) as checkpointer:
+            ticket = checkpointer.save(2)
+            before = job.whole()
+            after = job.steps(2)  # captured while training goes on
+            ticket.wait()
+        if distributed.world().is_main:
+            save_file(before, f"{root}/gathered.safetensors")
+        return after
+
+    def restore(placement, root, size, fresh=True):
+        job = Job(placement, 1, size)
+        if not fresh:
+            job.steps(1)
+        with job.attach_to(Checkpointer(root)) as checkpointer:
+            report = checkpointer.restore()
+        found, wanted = job.whole(), load_file(f"{root}/gathered.safetensors")
+        assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+        for name, tensor in wanted.items():
+            assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+            same = found[name].reshape(-1).view(torch.uint8) == tensor.reshape(-1).view(torch.uint8)
+            assert bool(same.all()), name
+        assert job.loader.next == 2 and job.scheduler.last_epoch == 2
+        return job, report
+
+    def main(arguments):
+        size = distributed.init().size
+        for argument in arguments:
+            what, placement, root = argument.split(":")
+            if what == "save":
+                save(placement, root, size)
+            elif what == "resume":
+                wanted = save(placement, root, size)
+                for fresh in (True, False):
+                    job, report = restore(placement, root, size, fresh)
+                    assert report.left_alone == (), report
+                    assert job.steps(2) == wanted
+            else:
+                job, report = restore(placement, root, size)
+                assert report.missing == report.unexpected == report.mismatched == ()
+                job.steps(1)
+        distributed.shutdown()
+"""
+
+
+def run(run_ranks, size, *cases):
+    script = JOB + "\n    main(sys.argv[1:])\n"
+    for code, output in run_ranks(size, script, *(":".join(map(str, case)) for case in cases)):
+        assert code == 0, output
+
+
+def here(call, *arguments):
+    """Run one of the job's functions in this process, alone."""
+    names = {}
+    exec(compile(textwrap.dedent(JOB), "job", "exec"), names)
+    return names[call](*arguments)
+
+
+DCP = """
+import sys
+sys.modules["eke"] = None  # an import of it would fail
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+path, gathered = sys.argv[1:]
+wanted = load_file(gathered)
+wanted.pop("model/head.weight")  # tied: it is there as model/embed.weight
+live = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+dcp.load(live, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+for name, tensor in wanted.items():
+    assert torch.equal(live[name], tensor), name
+print(len(live))
+"""
+
+
+def test_two_ranks_resume_and_restore_into_one_and_three(run_ranks, tmp_path):
+    placements = ["replicated", "sharded"]
+    roots = {placement: tmp_path / placement for placement in placements}
+    run(run_ranks, 2, *(("resume", placement, root) for placement, root in roots.items()))
+    for placement, root in roots.items():
+        path = root / "step-000000002"
+        assert verify(path).ok
+        wanted, found = load_file(root / "gathered.safetensors"), load_tensors(path)
+        assert all(found[name].equal(tensor) for name, tensor in wanted.items())
+        assert found["model/head.weight"] is found["model/embed.weight"]
+        manifest = open_manifest(path, Storage())
+        assert manifest.mesh == ({"data": 2} if placement == "replicated" else {"dim0": 2})
+        offsets = [s.offset for s in manifest.tensors["model/embed.weight"].shards]
+        assert offsets == ([(0, 0)] if placement == "replicated" else [(0, 0), (12, 0)])
+        job, report = here("restore", "plain", root, 1)
+        assert report.left_alone == ("rng (of 2 ranks)",)
+        job.steps(1)
+        command = [sys.executable, "-c", DCP, str(path), str(root / "gathered.safetensors")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) > 20
+    others = [(placements[1 - n], roots[one]) for n, one in enumerate(placements)]
+    run(run_ranks, 3, ("restore", "sharded", roots["sharded"]), *(("restore", *o) for o in others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["replicated", "sharded"])
+def test_two_ranks_into_four(run_ranks, tmp_path, saved):
+    root = tmp_path / saved
+    run(run_ranks, 2, ("save", saved, root))
+    kinds = ["replicated", "sharded", "copies", "grid"]
+    run(run_ranks, 4, *(("restore", kind, root) for kind in kinds))
+    run(run_ranks, 3, *(("restore", kind, root) for kind in kinds[:2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", ["replicated", "sharded", "copies", "grid"])
+def test_four_ranks_into_two_and_one(run_ranks, tmp_path, saved):
+    root = tmp_path / saved
+    run(run_ranks, 4, ("resume", saved, root))
+    assert verify(root).ok
+    run(run_ranks, 2, ("restore", "replicated", root), ("restore", "sharded", root))
+    here("restore", "plain", root, 1)
