@@ -240,20 +240,22 @@ class Checkpointer:
             self._previous,
         )
         block_bytes = self._engine.slot_bytes()
-        if here.size > 1:
-            captured = capture(self._providers, step, here, note)
-            self._hear([row["failed"] for row in captured.notes])
-            token = captured.notes[0]["token"]
-            lanes, rest = lanes_of(captured, here, block_bytes), None
-        else:
+        look = None
+        if here.size == 1:
             self._engine.raise_failed()
             noted = agree(f"saving step {step}", note)
-            self._hear([row["failed"] for row in noted])
-            token = noted[0]["token"]
             look = self._roster.look(self._providers, block_bytes)
+        if look is None:
+            again = note if here.size > 1 else lambda: noted[0]
+            captured = capture(self._providers, step, here, again)
+            noted = captured.notes
+            lanes, rest = lanes_of(captured, here, block_bytes), None
+        else:
             per_rank = {name: one.per_rank for name, one in self._providers.items()}
-            captured = Captured([], [], look.aliases, look.objects, per_rank)
+            captured = Captured([], [], look.aliases, look.objects, per_rank, {"data": 1})
             lanes, rest = look.lanes, look.rest
+        self._hear([row["failed"] for row in noted])
+        token = noted[0]["token"]
         task = Save(place, ticket, captured, lanes, token, self._protected, rest)
         self._engine.submit(task)
 

@@ -38,7 +38,7 @@ from eke.checkpoint.remembered import Remembered
 from eke.checkpoint.source import seen, storage_of
 from eke.checkpoint.tensors import refuse_unusual
 from eke.checkpoint.write import layouts_of, settle_devices
-from eke.distributed import World
+from eke.distributed import World, any_dtensor
 from eke.errors import InputError
 
 _ALONE = World()
@@ -91,14 +91,16 @@ class Roster:
     def __init__(self) -> None:
         self._known: _Known | None = None
 
-    def look(self, providers: Mapping[str, StateProvider], block_bytes: int) -> Look:
-        """Take what is live now.
+    def look(self, providers: Mapping[str, StateProvider], block_bytes: int) -> Look | None:
+        """Take what is live now; None if some of it is a DTensor, see `capture`.
 
         Raises:
             InputError: something is of a type that a checkpoint cannot hold.
         """
         modules: dict[int, Glance | None] = {}
         glances = {name: glance(provider, modules) for name, provider in providers.items()}
+        if any(any_dtensor(one.tensors) for one in glances.values()):
+            return None
         known = self._known
         if known is None or not known.fits(providers, glances):
             self._known = None  # nothing to go by if this fails

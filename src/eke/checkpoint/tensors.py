@@ -14,7 +14,6 @@ from eke.checkpoint.dtypes import STORED
 from eke.distributed import part_of
 from eke.errors import InputError
 
-
 _LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
 
 

