@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 
 from eke.checkpoint import Checkpointer, Keep, Storage
 
@@ -209,6 +211,14 @@ def start_ranks(folder, size, script, *arguments):
         (process.returncode, out + (err if process.returncode > 0 else ""))
         for process, (out, err) in zip(processes, output, strict=True)
     ]
+
+
+@pytest.fixture(scope="module")
+def mesh_of_one():
+    """A mesh of this process alone, on which DTensors and FSDP2 work as on many ranks."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

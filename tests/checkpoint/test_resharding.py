@@ -3,13 +3,18 @@
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from eke.checkpoint import load_tensors, verify
+from eke.checkpoint import Checkpointer, SaveError, Segment, Storage, load_tensors, verify
 from eke.checkpoint.opening import open_manifest
-from eke.checkpoint.storage import Storage
+from eke.checkpoint.providers import compare
+from eke.errors import InputError
 
 JOB = """
     import sys
@@ -184,14 +189,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-path, gathered = sys.argv[1:]
-wanted = load_file(gathered)
-wanted.pop("model/head.weight")  # tied: it is there as model/embed.weight
-live = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
-dcp.load(live, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
-for name, tensor in wanted.items():
-    assert torch.equal(live[name], tensor), name
-print(len(live))
+for root in sys.argv[1:]:
+    wanted = load_file(f"{root}/gathered.safetensors")
+    wanted.pop("model/head.weight")  # tied: it is there as model/embed.weight
+    live = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
+    reader = HuggingFaceStorageReader(f"{root}/step-000000002")
+    dcp.load(live, storage_reader=reader, no_dist=True)
+    for name, tensor in wanted.items():
+        assert torch.equal(live[name], tensor), name
+    print(len(live))
 """
 
 
@@ -212,12 +218,113 @@ def test_two_ranks_resume_and_restore_into_one_and_three(run_ranks, tmp_path):
         job, report = here("restore", "plain", root, 1)
         assert report.left_alone == ("rng (of 2 ranks)",)
         job.steps(1)
-        command = [sys.executable, "-c", DCP, str(path), str(root / "gathered.safetensors")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-        assert done.returncode == 0, done.stderr
-        assert int(done.stdout) > 20
     others = [(placements[1 - n], roots[one]) for n, one in enumerate(placements)]
     run(run_ranks, 3, ("restore", "sharded", roots["sharded"]), *(("restore", *o) for o in others))
+    command = [sys.executable, "-c", DCP, *map(str, roots.values())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(map(int, done.stdout.split())) == [32, 32]
+
+
+def sharded(mesh, seed=0):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_job_of_one_rank_has_dtensors_too(mesh_of_one, tmp_path):
+    model, optimizer = sharded(mesh_of_one)
+    other, its = sharded(mesh_of_one, seed=1)
+    step(model, optimizer)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        wanted = [p.full_tensor().clone() for p in model.parameters()]
+        path = ck.save(1).wait().path
+        step(model, optimizer)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    plain_optimizer = torch.optim.AdamW(plain.parameters())
+    for live, optim in ((other, its), (plain, plain_optimizer)):
+        with Checkpointer(tmp_path) as ck:
+            ck.attach(model=live, optimizer=optim)
+            ck.restore()
+        for parameter, whole in zip(live.parameters(), wanted, strict=True):
+            assert torch.equal(getattr(parameter, "full_tensor", lambda p=parameter: p)(), whole)
+            assert type(optim.state[parameter]["exp_avg"]) is type(parameter.detach())
+        step(live, optim)
+    assert load_tensors(path)["optimizer/0.weight/step"] == 1
+
+
+def test_a_forgotten_barrier_is_found_in_a_dtensor(mesh_of_one, tmp_path):
+    model, _ = sharded(mesh_of_one)
+    storage = Storage()
+    held = threading.Event()
+    create = storage.create
+    storage.create = lambda path: (held.wait(60), create(path))[1]
+    with Checkpointer(tmp_path, pool="2MiB", storage=storage) as ck:
+        model.big = nn.Parameter(distribute_tensor(torch.zeros(1 << 20), mesh_of_one, [Shard(0)]))
+        ck.attach(model=model)
+        ticket = ck.save(1)
+        with torch.no_grad():
+            model.big.add_(1)
+        held.set()
+        with pytest.raises(SaveError, match="the tensor model/big was changed before"):
+            ticket.wait()
+        ticket = ck.save(2)
+        ck.barrier([model.big])
+        with torch.no_grad():
+            model.big.add_(1)
+        assert load_tensors(ticket.wait().path)["model/big"].unique().tolist() == [1]
+
+
+class Owner:
+    def __init__(self, tensor, state=None, per_rank=False):
+        self.tensor, self.object, self.per_rank = tensor, state, per_rank
+
+    def segments(self):
+        return [Segment("w", self.tensor)]
+
+    def state(self):
+        return self.object
+
+    def fit(self, saved):
+        return compare(saved.tensors, {"w": self.tensor})
+
+    def load(self, saved):
+        saved.copy_into("w", self.tensor)
+
+
+def test_what_cannot_be_saved_or_restored_is_named(mesh_of_one, tmp_path):
+    spread = distribute_tensor(torch.ones(4), mesh_of_one, [Shard(0)])
+    partial = DTensor.from_local(torch.ones(4), mesh_of_one, [Partial()])
+
+    def save(root, **owner):
+        with Checkpointer(tmp_path / root) as ck:
+            ck.attach(extra={"p": Owner(**owner)})
+            ck.save(1)
+
+    with pytest.raises(InputError, match="p/w is placed as Partial.*redistribute"):
+        save("a", tensor=partial)
+    with pytest.raises(InputError, match="p/rank00000/w is spread over ranks"):
+        save("b", tensor=spread, per_rank=True)
+    with pytest.raises(InputError, match=r"p\['x'\] is a DTensor"):
+        save("c", tensor=spread, state={"x": spread})
+    save("d", tensor=spread)
+    meta, lazy = nn.Linear(2, 2, device="meta").weight, nn.LazyLinear(2).weight
+    far = distribute_tensor(torch.empty(4, device="meta"), mesh_of_one, [Shard(0)])
+    cases = [(meta, "meta device"), (far, "to_empty"), (lazy, "never been initialised")]
+    for live, why in (*cases, (partial, "Partial")):
+        with Checkpointer(tmp_path / "d") as ck:
+            ck.attach(extra={"p": Owner(live)})
+            with pytest.raises(InputError, match=f"the tensor (p/)?w .*{why}"):
+                ck.restore()
 
 
 @pytest.mark.slow

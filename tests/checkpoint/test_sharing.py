@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eke.checkpoint.sharing import Item, share_out
+from eke.checkpoint.sharing import Item, holders, share_out
 
 SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 50)), max_size=12)
 
@@ -36,3 +36,8 @@ def test_a_large_tensor_is_cut_at_rows():
     [first, second] = share_out([Item("big", 10, 1 << 20)], 2)
     assert first == [("big", 0, 5)]
     assert second == [("big", 5, 10)]
+
+
+def test_holders_are_the_ranks_with_the_same_box():
+    boxes = [[[0], [2]], [[2], [2]], [[0], [2]], None, None]
+    assert [holders(boxes, rank) for rank in range(5)] == [(0, 2), (1,), (0, 2), (3, 4), (3, 4)]

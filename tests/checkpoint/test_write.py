@@ -1,12 +1,20 @@
+import itertools
+from math import prod
+
 import numpy as np
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eke.checkpoint.capture import Captured, Held
+from eke.checkpoint.capture import Captured, Held, Spread
 from eke.checkpoint.manifest import Manifest, check, merge
 from eke.checkpoint.reader import Reader
+from eke.checkpoint.sharing import holders
 from eke.checkpoint.storage import Storage
 from eke.checkpoint.write import LaneWriter, cuts_of, lanes_of
-from eke.distributed import World
+from eke.distributed import Box, World
+from eke.distributed.sharding import Split
+from eke.distributed.sharding import cut as box_of
 
 
 def captured_of(rank, shared):
@@ -67,3 +75,54 @@ def test_one_rank_writes_whole_tensors():
     [cut] = cuts_of(Captured(shared=shared), World())["state"]
     assert cut.tensor.shape == (2000, 300)
     assert cut.offset == (0, 0)
+
+
+MESHES = st.lists(st.integers(1, 3), min_size=1, max_size=2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), MESHES, st.booleans())
+def test_boxes_of_dtensors_are_written_once_and_shared_by_their_replicas(data, mesh, large):
+    rows = 300_000 if large else 5
+    shapes = {"a": (rows, 3), "b": (7,), "c": (), "d": (0, 4), "e": (2, 9)}
+    layouts = {name: [data.draw(splits_of(shape)) for _ in mesh] for name, shape in shapes.items()}
+    coordinates = list(itertools.product(*map(range, mesh)))
+    boxes = {
+        name: [box_of(shape, layouts[name], mesh, place) for place in coordinates]
+        for name, shape in shapes.items()
+    }
+    count = {name: torch.zeros(shape, dtype=torch.int16) for name, shape in shapes.items()}
+    loads = []
+    for rank in range(len(coordinates)):
+        held = []
+        for name, shape in shapes.items():
+            box = boxes[name][rank]
+            local, spread = count[name], None
+            if prod(shape):
+                local = part(local, box)
+                kept = box if local.numel() else None
+                spread = Spread(local, shape, kept, holders(boxes[name], rank))
+            held.append(Held(name, local, "state", "segment", False, spread))
+        cuts = cuts_of(Captured(shared=held), World(rank, len(coordinates)))
+        loads.append(0)
+        for one in cuts.get("state", []):
+            assert one.held.shape == shapes[one.held.name]
+            where = part(count[one.held.name], Box(one.offset, tuple(one.tensor.shape)))
+            where += 1
+            loads[-1] += one.tensor.numel()
+            assert one.tensor.data_ptr() == where.data_ptr() or not where.numel()
+    assert all(bool((found == 1).all()) for found in count.values())
+    if large and all(split is None for split in layouts["a"]):
+        assert max(loads) - min(loads) < 100
+
+
+def splits_of(shape):
+    if not shape:
+        return st.none()
+    return st.none() | st.builds(Split, st.integers(0, len(shape) - 1), st.just(1))
+
+
+def part(tensor, box):
+    for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
