@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eke.checkpoint.boxes import Box, overlap, pieces, span
+from eke.checkpoint.boxes import overlap, pieces, span
+from eke.distributed import Box
 
 sizes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

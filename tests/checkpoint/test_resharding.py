@@ -201,6 +201,14 @@ for root in sys.argv[1:]:
 """
 
 
+def load_without_eke(*roots):
+    command = [sys.executable, "-c", DCP, *map(str, roots)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(map(int, done.stdout.split())) == [30] * len(roots)
+
+
+@pytest.mark.timeout(300)
 def test_two_ranks_resume_and_restore_into_one_and_three(run_ranks, tmp_path):
     placements = ["replicated", "sharded"]
     roots = {placement: tmp_path / placement for placement in placements}
@@ -221,10 +229,7 @@ def test_two_ranks_resume_and_restore_into_one_and_three(run_ranks, tmp_path):
         job.steps(1)
     others = [(placements[1 - n], roots[one]) for n, one in enumerate(placements)]
     run(run_ranks, 3, ("restore", "sharded", roots["sharded"]), *(("restore", *o) for o in others))
-    command = [sys.executable, "-c", DCP, *map(str, roots.values())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stderr
-    assert list(map(int, done.stdout.split())) == [30, 30]
+    load_without_eke(*roots.values())
 
 
 def sharded(mesh, seed=0):
@@ -329,6 +334,7 @@ def test_what_cannot_be_saved_or_restored_is_named(mesh_of_one, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("saved", ["replicated", "sharded"])
 def test_two_ranks_into_four(run_ranks, tmp_path, saved):
     root = tmp_path / saved
@@ -339,6 +345,7 @@ def test_two_ranks_into_four(run_ranks, tmp_path, saved):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("saved", ["replicated", "sharded", "copies", "grid"])
 def test_four_ranks_into_two_and_one(run_ranks, tmp_path, saved):
     root = tmp_path / saved
@@ -346,3 +353,4 @@ def test_four_ranks_into_two_and_one(run_ranks, tmp_path, saved):
     assert verify(root).ok
     run(run_ranks, 2, ("restore", "replicated", root), ("restore", "sharded", root))
     here("restore", "plain", root, 1)
+    load_without_eke(root)

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eke.checkpoint.boxes import Box
 from eke.checkpoint.sink import Sink
 from eke.checkpoint.tensors import as_bytes
+from eke.distributed import Box
 from eke.errors import InputError
 
 

@@ -14,15 +14,9 @@ from math import prod
 from typing import NamedTuple
 
 from eke.checkpoint.plan import boxes
+from eke.distributed import Box
 
 Slices = tuple[slice, ...]
-
-
-class Box(NamedTuple):
-    """`shape` elements from `offset` of a whole tensor, one number for each dimension."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 class Piece(NamedTuple):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
-from eke.checkpoint.boxes import Box, overlap
+from eke.checkpoint.boxes import overlap
 from eke.checkpoint.checks import ManifestError
 from eke.checkpoint.errors import CorruptCheckpoint, Kind, Problem
 from eke.checkpoint.lease import lease
@@ -34,6 +34,7 @@ from eke.checkpoint.opening import open_objects
 from eke.checkpoint.sink import Bytes, Sink, clashing
 from eke.checkpoint.storage import Storage, read_exactly
 from eke.checkpoint.tensorfile import header_of, scan
+from eke.distributed import Box
 from eke.errors import InputError
 
 SCRATCH_BYTES = 1 << 20

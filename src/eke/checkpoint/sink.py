@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eke.checkpoint.boxes import Box, overlap, pieces, span
+from eke.checkpoint.boxes import overlap, pieces, span
+from eke.distributed import Box
 from eke.errors import InputError
 
 Bytes = npt.NDArray[np.uint8]

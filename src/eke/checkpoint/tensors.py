@@ -26,8 +26,8 @@ def refuse_unusual(tensor: torch.Tensor, name: str) -> None:
     """Raise for a tensor whose bytes are not simply its elements in order.
 
     Raises:
-        InputError: it is sparse, quantized, on the meta device, of a subclass such as DTensor, or
-            of a dtype that has no stored form.
+        InputError: it is sparse, quantized, on the meta device, of a subclass (a DTensor comes as
+            its local part), or of a dtype that has no stored form.
     """
     what = None
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -42,7 +42,7 @@ def refuse_unusual(tensor: torch.Tensor, name: str) -> None:
         raise InputError(
             f"the tensor {name} {what}, which a checkpoint cannot hold",
             rule="checkpoints hold plain dense tensors",
-            fix="Attach it through a StateProvider that gives and takes plain tensors",
+            fix="Attach it through a StateProvider whose segments are plain tensors or DTensors",
         )
 
 
