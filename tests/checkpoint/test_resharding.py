@@ -26,6 +26,7 @@ JOB = """
 
     from eke import distributed
     from eke.checkpoint import Checkpointer
+    from eke.errors import EkeError
 
     class Net(nn.Module):
         # Tied weights, sizes that no number of ranks divides, fewer rows than ranks, a frozen
@@ -148,6 +149,22 @@ JOB = """
         assert job.loader.next == 2 and job.scheduler.last_epoch == 2
         return job, report
 
+    def disagree(root, size):
+        # One rank has spread a tensor that another has whole.
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        spread = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (size,)), [Shard(0)])
+        layer = nn.Linear(4, 1)
+        layer.bias = nn.Parameter(torch.ones(4) if distributed.world().is_main else spread)
+        with Checkpointer(f"{root}/disagree") as checkpointer:
+            checkpointer.attach(model=layer)
+            try:
+                checkpointer.save(1)
+            except EkeError as error:
+                assert "rank 1 holds other tensors than rank 0" in str(error), error
+            else:
+                raise AssertionError("saved")
+
     def main(arguments):
         size = distributed.init().size
         for argument in arguments:
@@ -160,6 +177,7 @@ JOB = """
                     job, report = restore(placement, root, size, fresh)
                     assert report.left_alone == report.resharded == (), report
                     assert job.steps(2) == wanted
+                disagree(root, size)
             else:
                 job, report = restore(placement, root, size)
                 assert report.missing == report.unexpected == report.mismatched == ()
@@ -266,6 +284,21 @@ def test_a_job_of_one_rank_has_dtensors_too(mesh_of_one, tmp_path):
             assert type(optim.state[parameter]["exp_avg"]) is type(parameter.detach())
         step(live, optim)
     assert load_tensors(path)["optimizer/0.weight/step"] == 1
+
+
+def test_a_dtensor_that_does_not_change_is_linked(mesh_of_one, tmp_path):
+    model, _ = sharded(mesh_of_one)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(model=model, optimizer=optimizer)
+        paths = []
+        for number in (1, 2):
+            step(model, optimizer)
+            paths.append(ck.save(number).wait().path)
+    files = {group: f"rank00000.{group}.safetensors" for group in ("frozen", "state")}
+    same = {group: paths[0].joinpath(f).samefile(paths[1] / f) for group, f in files.items()}
+    assert same == {"frozen": True, "state": False}
 
 
 def test_a_forgotten_barrier_is_found_in_a_dtensor(mesh_of_one, tmp_path):
