@@ -133,7 +133,8 @@ class Checkpointer:
         """Say what a checkpoint holds. May be called again to add more.
 
         Args:
-            model: its parameters and persistent buffers.
+            model: its parameters and persistent buffers; it may be under DDP, FSDP2 or
+                torch.compile.
             optimizer: its state, by the names of the model's parameters.
             scheduler: an object with `state_dict` and `load_state_dict`.
             loader: the same; its position in the data.

@@ -32,7 +32,7 @@ class Segment(NamedTuple):
 
     Attributes:
         key: its name within the provider.
-        tensor: the live tensor itself.
+        tensor: the live tensor itself; of a DTensor each rank saves what it holds.
         group: what it changes with; part of a file's name.
         eager: whether anything but a `torch.optim` optimizer's `step()` may change it, a forward
             pass for example. It is then captured before `save` returns; else while training goes
@@ -60,7 +60,8 @@ class Saved:
         tensors: what its segments were, by key.
         state: what its `state()` returned.
         read: a new CPU tensor with a segment's contents, hashes checked.
-        copy_into: the same, into a live tensor of equal shape on any device.
+        copy_into: the same, into a live tensor of equal shape on any device; into a DTensor, what
+            this rank holds of it.
         fill: many of the latter at once, in parallel; also parts of a segment.
         content: equal for two segments whose values are equal bit for bit.
         cast: whether live tensors of another floating-point type are to be filled too.
