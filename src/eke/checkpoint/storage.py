@@ -82,7 +82,7 @@ class Storage:
         if exclusive:  # NFS wants an exclusive lock's descriptor to be writable
             how = fcntl.LOCK_EX | fcntl.LOCK_NB
             flags = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
-        # Of a pipe or a link somebody put there nothing is waited for, and nothing locked elsewhere.
+        # A pipe that somebody put there is not waited for, and a link is not followed.
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             fcntl.flock(fd, how)
