@@ -60,14 +60,26 @@ def test_counters_only_grow():
     assert second.own_s >= first.own_s > 0
 
 
+PEAK = """
+import os
+from benchmarks import machine
+block = bytearray(os.urandom(1) * (64 << 20))
+del block
+resident = machine.reset_peak()
+before = machine.peak_bytes() - resident
+block = bytearray(48 << 20)
+block[::4096] = b"x" * len(block[::4096])
+print(before, machine.peak_bytes() - resident, len(block))
+"""
+
+
 def test_the_peak_is_that_since_it_was_reset():
-    block = bytearray(os.urandom(1) * (64 << 20))
-    del block
-    resident = machine.reset_peak()
-    assert machine.peak_bytes() - resident < 32 << 20
-    block = bytearray(b"x" * (48 << 20))
-    assert machine.peak_bytes() - resident > 40 << 20
-    assert len(block) == 48 << 20
+    # In a process of its own: what other tests have left there moves both figures.
+    command = [sys.executable, "-c", PEAK]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    before, after, size = map(int, done.stdout.split())
+    assert before < 32 << 20
+    assert 40 << 20 < after < 2 * size
 
 
 def test_two_links_to_one_file_are_one(tmp_path):
