@@ -25,18 +25,20 @@ JOB = """
     from torch.distributed.device_mesh import init_device_mesh
 
     from eke import distributed
-    from eke.checkpoint import Checkpointer
+    from eke.checkpoint import Checkpointer, OptimizerProvider
     from eke.errors import EkeError
 
     class Net(nn.Module):
-        # Tied weights, sizes that no number of ranks divides, fewer rows than ranks, a frozen
-        # parameter, bfloat16, a scalar, a buffer, dropout.
+        # Tied weights, one pair with a single row; sizes that no number of ranks divides; a frozen
+        # parameter, bfloat16, a scalar, a buffer, dropout. Two optimizers share it, see Job.
         def __init__(self):
             super().__init__()
             self.embed = nn.Embedding(23, 6)
             self.inner = nn.Linear(6, 7)
             self.low = nn.Linear(7, 6).bfloat16()
             self.gate = nn.Linear(6, 1)
+            self.also = nn.Linear(6, 1, bias=False)
+            self.also.weight = self.gate.weight
             self.wide = nn.Linear(6, 6, bias=False)
             self.drop = nn.Dropout(0.3)
             self.head = nn.Linear(6, 23, bias=False)
@@ -48,7 +50,7 @@ JOB = """
             x = self.inner(self.embed(ids)).relu()
             x = self.low(x.bfloat16()).float()
             self.seen += 1
-            return self.head(self.drop(self.wide(x) * self.gate(x)))
+            return self.head(self.drop(self.wide(x) * (self.gate(x) + self.also(x))))
 
     class Position:
         def __init__(self):
@@ -62,7 +64,7 @@ JOB = """
 
     class Job:
         # A training run whose model is placed in one of the ways that torch has.
-        def __init__(self, placement, seed, size, optimizer=torch.optim.AdamW):
+        def __init__(self, placement, seed, size):
             torch.manual_seed(seed)
             self.model = model = Net()
             if placement == "replicated":
@@ -82,7 +84,9 @@ JOB = """
                     mesh = grid["data"]
                 for part in (model.low, model.inner, model):
                     fully_shard(part, mesh=mesh)
-            self.optimizer = optimizer((p for p in model.parameters() if p.requires_grad), lr=0.01)
+            trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            self.second = torch.optim.AdamW([trained.pop("gate.bias")], lr=0.02)
+            self.optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
             self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 2, 5], 0.5)
             self.loader = Position()
             rank = distributed.world().rank  # ranks that share a model's layer share its batch
@@ -90,7 +94,8 @@ JOB = """
 
         def attach_to(self, checkpointer):
             checkpointer.attach(model=self.model, optimizer=self.optimizer, rng=True,
-                scheduler=self.scheduler, loader=self.loader)
+                scheduler=self.scheduler, loader=self.loader,
+                extra={"second": OptimizerProvider(self.second, self.model)})
             return checkpointer
 
         def steps(self, count):
@@ -102,8 +107,10 @@ JOB = """
             ids = torch.randint(0, 23, (5,), generator=draw)
             loss = nn.functional.cross_entropy(self.model(ids), ids)
             self.optimizer.zero_grad()
+            self.second.zero_grad()
             loss.backward()
             self.optimizer.step()
+            self.second.step()
             self.scheduler.step()
             return loss.item()
 
@@ -113,8 +120,9 @@ JOB = """
             model = getattr(self.model, "module", self.model)
             names = {p: n for n, p in model.named_parameters()}
             found = {f"model/{n}": t for n, t in model.state_dict().items()}
-            for parameter, state in self.optimizer.state.items():
-                found |= {f"optimizer/{names[parameter]}/{k}": t for k, t in state.items()}
+            for name, optimizer in (("optimizer", self.optimizer), ("second", self.second)):
+                for parameter, state in optimizer.state.items():
+                    found |= {f"{name}/{names[parameter]}/{k}": t for k, t in state.items()}
             return {
                 name: getattr(t, "full_tensor", lambda t=t: t)().detach().clone()
                 for name, t in found.items()
@@ -209,7 +217,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 for root in sys.argv[1:]:
     wanted = load_file(f"{root}/gathered.safetensors")
-    wanted.pop("model/head.weight")  # tied: it is there as model/embed.weight
+    for tied in ("model/head.weight", "model/also.weight"):
+        wanted.pop(tied)  # it is there under its first name
     live = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
     reader = HuggingFaceStorageReader(f"{root}/step-000000002")
     dcp.load(live, storage_reader=reader, no_dist=True)
