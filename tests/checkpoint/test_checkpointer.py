@@ -86,10 +86,12 @@ def test_retention_after_each_save(tmp_path, new_run):
     with new_run().attach_to(Checkpointer(tmp_path, keep=Keep(last=2, every=4))) as ck:
         ck.protect({3})
         for step in range(1, 8):
-            ck.save(step).wait()
+            ck.save(step)
+        ck.wait()
         assert ck.steps() == [3, 4, 6, 7]
         ck.protect(())
-        ck.save(8).wait()
+        ck.save(8)
+        ck.wait()
         assert ck.steps() == [4, 7, 8]
     assert sorted(p.name for p in tmp_path.iterdir()) == [step_name(s) for s in (4, 7, 8)]
 
@@ -100,7 +102,8 @@ def test_retention_counts_neither_debris_nor_damage(tmp_path, new_run):
         ck.save(1).wait()
         (tmp_path / step_name(9)).mkdir()
         (tmp_path / ".tmp-step-000000008-x").mkdir()
-        ck.save(2).wait()
+        ck.save(2)
+        ck.wait()
         assert ck.steps() == [2]
         assert (tmp_path / step_name(9)).exists(), "what is not a checkpoint is not ours to delete"
 
@@ -121,7 +124,8 @@ def test_retention_never_deletes_the_last_sound_one(tmp_path, new_run, by):
         assert run.attach_to(Checkpointer(tmp_path)).restore(fallback=True).step == 3
     else:
         with run.attach_to(Checkpointer(tmp_path, keep=Keep(last=2))) as ck:
-            ck.save(6).wait()
+            ck.save(6)
+            ck.wait()
             assert ck.steps() == [3, 6], "two sound ones"
 
 
@@ -231,9 +235,11 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_pat
     ck.save(1).wait()
     faulty.fail("rename", at=faulty.calls["rename"] + 2)
     assert ck.save(2).wait().state == "committed"
+    ck.wait()
     assert ck.steps() == [1, 2]
     faulty.heal()
-    ck.save(3).wait()
+    ck.save(3)
+    ck.wait()
     assert ck.steps() == [3]
 
 

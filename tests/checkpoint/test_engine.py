@@ -140,6 +140,36 @@ def test_a_failure_is_heard_once_at_the_next_call(tmp_path, new_run, faulty, cal
         ticket.wait()
 
 
+def test_nobody_waits_for_old_checkpoints_to_be_deleted(tmp_path, new_run):
+    class Slow(Storage):
+        held = threading.Event()
+
+        def remove_tree(self, path):
+            assert self.held.wait(30)
+            super().remove_tree(path)
+
+    storage, run = Slow(), new_run()
+    model = torch.nn.Linear(3, 3).requires_grad_(False)
+    ck = run.attach_to(Checkpointer(tmp_path, storage=storage, keep=Keep(last=1)))
+    ck.attach(extra={"frozen": model})
+    ck.save(1).wait()
+    first = ck.save(2).wait(timeout=30)
+    assert first.state == "committed"
+    inodes = {file.name: file.stat().st_ino for file in first.path.glob("*.safetensors")}
+    second = ck.save(3).wait("captured", timeout=30)
+    assert not any(span.name == "retention" for span in first.spans)
+    assert second.state == "captured", "it is written when the deletion is done"
+    storage.held.set()
+    ck.wait()
+    assert ck.steps() == [3]
+    assert any(span.name == "retention" for span in first.spans)
+    linked = [
+        f.name for f in second.path.glob("*.safetensors") if f.stat().st_ino == inodes[f.name]
+    ]
+    assert linked, "what has not changed is found to be so also while the older one goes"
+    ck.close()
+
+
 def test_a_failure_that_was_waited_for_is_not_heard_again(tmp_path, new_run, faulty):
     faulty.fail("write")
     with new_run().attach_to(Checkpointer(tmp_path, storage=faulty)) as ck:

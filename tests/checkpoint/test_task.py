@@ -66,6 +66,8 @@ def together(root, captured, storages, store):
             return ticket, save.run(blocks(), lambda: None)
         except (EkeError, OSError) as error:
             return ticket, save.failure(error)
+        finally:
+            save.tidy()
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(run, range(2)))
@@ -132,10 +134,12 @@ def test_retention_that_fails_does_not_fail_the_save(tmp_path, faulty, caplog):
         ck.save(1).wait()
         faulty.fail("rename", at=faulty.calls["rename"] + 2)  # the one after the commit's
         assert ck.save(2).wait().state == "committed"
+        ck.wait()
         assert ck.steps() == [1, 2]
         assert "could not delete an old checkpoint" in caplog.text
         faulty.heal()
-        ck.save(3).wait()
+        ck.save(3)
+        ck.wait()
         assert ck.steps() == [3]
 
 

@@ -59,7 +59,7 @@ class Checkpointer:
 
     Args:
         root: the directory of checkpoints; created by the first save.
-        keep: which of them to keep; applied after each save.
+        keep: which of them to keep; applied after each save is committed, in the background.
         pool: the memory through which everything is saved, and all that saving adds; a state may
             be many times as large. It is taken as it is needed.
         durability: "fsync" makes a committed checkpoint outlive a loss of power; "none" only a
@@ -438,7 +438,7 @@ class Checkpointer:
             raise InputError("this checkpointer is closed", fix="Make a new one")
 
     def wait(self) -> None:
-        """Wait until nothing is in flight. Not a collective.
+        """Wait until nothing is in flight and older checkpoints are deleted. Not a collective.
 
         Raises:
             SaveError: a save failed, and nobody has heard of it yet.

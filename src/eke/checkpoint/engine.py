@@ -76,6 +76,11 @@ class Task(Protocol):
         """Write all blocks and commit; returns the bytes written. Calls `moved` when it waits."""
         ...
 
+    def tidy(self) -> None:
+        """What is left to do once the save is committed or has failed; nobody waits for it but
+        the next one."""
+        ...
+
     def failure(self, error: BaseException) -> EkeError:
         """What the user is told."""
         ...
@@ -137,9 +142,9 @@ class Engine:
                 not task.flow.all_captured for task in self._tasks if not task.ticket.final
             ):
                 self._pause()
-                first = self._tasks[0].ticket if self._tasks else None
-                if first is not None and first.error is not None and self._stuck():
-                    raise first.error
+                failed = next((t.ticket.error for t in self._tasks if t.ticket.error), None)
+                if failed is not None and self._stuck():
+                    raise failed
 
     def submit(self, task: Task) -> None:
         """Start a save; returns when what cannot wait is captured."""
@@ -301,11 +306,13 @@ class Engine:
     def _next(self) -> _Work | None:
         """What to copy now, marked as begun; None if nothing can be."""
         assert self._pool is not None
+        first = True  # whether all before it are committed
         for number, task in enumerate(self._tasks):
+            first = first and (number == 0 or self._tasks[number - 1].ticket.state == "committed")
             if task.ticket.final or task.flow.all_started:
                 continue
-            what = task.flow.next_copy(first=number == 0)
-            while isinstance(what, Check) and number:
+            what = task.flow.next_copy(first=first)
+            while isinstance(what, Check) and not first:
                 task.flow.start_check(what.lane)  # there is nothing to compare with yet
                 task.flow.checked(what.lane, same=False)
                 what = task.flow.next_copy(first=False)
@@ -444,9 +451,16 @@ class Engine:
                 for key in [key for key in self._held if key[0] == id(task)]:
                     assert self._pool is not None
                     self._pool.give_back(self._held.pop(key))
-                self._tasks.popleft()
                 self._turn.notify_all()
             task.release()
+            try:
+                task.tidy()
+            except BaseException as caught:  # noqa: BLE001 - the save's own outcome is settled
+                log.warning("after saving step %d: %s", task.ticket.step, caught)
+            with self._turn:
+                self._moved = time.monotonic()
+                self._tasks.popleft()
+                self._turn.notify_all()
             del task
 
     def _fail(self, task: Task, error: BaseException) -> None:

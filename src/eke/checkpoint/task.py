@@ -1,8 +1,9 @@
 """One save, from captured blocks to a committed checkpoint: what the engine's writer runs.
 
 Rank 0 makes the attempt's directory; every rank writes its files there and reports their lengths
-and hashes; rank 0 checks that together they cover every tensor exactly once, and commits; then
-older checkpoints are deleted. Nothing here is a collective.
+and hashes; rank 0 checks that together they cover every tensor exactly once, and commits; after
+that, when nobody waits for this save any more, older checkpoints are deleted. Nothing here is a
+collective.
 
 A file whose every tensor hashes to what the newest committed checkpoint has is linked instead of
 written, which leaves the bytes on the disk once.
@@ -183,10 +184,16 @@ class Save:
             raise
         finally:
             attempt.abort()
-            self._farewell()
-        with during("commit", "retention"):
-            self._expire()
         return size
+
+    def tidy(self) -> None:
+        """See `engine.Task`."""
+        if not self._place.here.is_main:
+            return
+        self._farewell()
+        if self.ticket.state == "committed":
+            with self.ticket.marks.during("commit", "retention"):
+                self._expire()
 
     def _done(self, outcome: dict[str, Any]) -> None:
         if self._talk is not None:
