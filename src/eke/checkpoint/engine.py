@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -32,6 +31,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from eke.checkpoint.beside import step_aside
 from eke.checkpoint.flow import Check, Flow, Link, More, Spot
 from eke.checkpoint.pool import Pool
 from eke.checkpoint.ticket import State, Ticket, reaches
@@ -77,8 +77,7 @@ class Task(Protocol):
         ...
 
     def tidy(self) -> None:
-        """What is left to do once the save is committed or has failed; nobody waits for it but
-        the next one."""
+        """Do what is left once the save is committed or failed: only the next one waits for it."""
         ...
 
     def failure(self, error: BaseException) -> EkeError:
@@ -308,7 +307,7 @@ class Engine:
         assert self._pool is not None
         first = True  # whether all before it are committed
         for number, task in enumerate(self._tasks):
-            first = first and (number == 0 or self._tasks[number - 1].ticket.state == "committed")
+            first = number == 0 or (first and self._tasks[number - 1].ticket.state == "committed")
             if task.ticket.final or task.flow.all_started:
                 continue
             what = task.flow.next_copy(first=first)
@@ -370,7 +369,7 @@ class Engine:
             task.ticket.reach("captured")
 
     def _copy_loop(self) -> None:
-        _step_aside()
+        step_aside()
         while True:
             with self._turn:
                 while True:
@@ -427,7 +426,7 @@ class Engine:
             self._moved = time.monotonic()
 
     def _write_loop(self) -> None:
-        _step_aside()
+        step_aside()
         while True:
             with self._turn:
                 while not self._tasks:
@@ -474,8 +473,6 @@ class Engine:
             self._errors.append(task.ticket)
         self._turn.notify_all()
 
-    # ------------------------------------------------------------------ threads
-
     def _ready(self) -> Pool:
         """The pool and the threads, made when they are first needed."""
         if self._pool is None:
@@ -491,12 +488,6 @@ class Engine:
 def _all_captured(flow: Flow, wanted: Mapping[int, int]) -> bool:
     """Whether the first so many blocks of these lanes are captured."""
     return all(flow.captured(lane, blocks) for lane, blocks in wanted.items())
-
-
-def _step_aside() -> None:
-    """Lowest priority for this thread alone, so that training never waits for the processor."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 @atexit.register

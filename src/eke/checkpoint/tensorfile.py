@@ -183,12 +183,24 @@ class FileWriter:
         self._direct = direct and storage.go_around_cache(self._fd, True)
 
     def write(self, data: memoryview) -> None:
-        """Append bytes (one dimension, format "B").
+        """Hash bytes and append them.
 
         Raises:
             OSError: the disk refused them.
         """
+        self.hash(data)
+        self.append(data)
+
+    def hash(self, data: memoryview) -> None:
+        """Only hash bytes, which are appended by another thread meanwhile."""
         self._hash.update(data)
+
+    def append(self, data: memoryview) -> None:
+        """Append bytes (one dimension, format "B") without hashing them.
+
+        Raises:
+            OSError: the disk refused them.
+        """
         self._bytes += len(data)
         while len(data):
             count = min(len(data), CHUNK_BYTES)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from eke.checkpoint.beside import Beside
 from eke.checkpoint.capture import Captured, Held, rank_name
 from eke.checkpoint.dtypes import STORED, stored_shape, tensor_bytes
 from eke.checkpoint.lane import Lane, Layout
@@ -23,6 +24,8 @@ from eke.distributed import World
 
 DIRECT_FROM_BYTES = 1 << 20
 """Smaller files go through the page cache: the last, partial block does so anyway."""
+BESIDE_FROM_BYTES = 1 << 20
+"""Smaller blocks are hashed sooner than another thread is told to."""
 
 
 class Cut(NamedTuple):
@@ -153,12 +156,13 @@ def _entry(one: Cut, group: str, file: str, begin: int, size: int) -> dict[str, 
 
 
 class LaneWriter:
-    """Writes a lane's blocks, in order, and hashes them."""
+    """Writes a lane's blocks, in order, and hashes each while it is being written."""
 
     def __init__(self, storage: Storage, directory: Path, lane: Lane) -> None:
         self._layout = lane.layout
         self._hashes: dict[int, str] = {}
         self._open: xxhash.xxh3_128 | None = None
+        self._beside = Beside()
         self._file = FileWriter(
             storage,
             directory / lane.layout.file,
@@ -172,24 +176,35 @@ class LaneWriter:
             OSError: the disk refused it.
         """
         here = self._layout.blocks[block]
+        data = data[: here.end - here.begin]
+        if len(data) < BESIDE_FROM_BYTES:
+            self._hash(here, data)
+            self._file.append(data)
+        else:
+            self._beside.run(lambda: self._hash(here, data), lambda: self._file.append(data))
+
+    def _hash(self, here: Block, data: memoryview) -> None:
+        """Hash a block: what it has of each tensor, and all of it for the file."""
+        sizes, hashes = self._layout.sizes, self._hashes
         for tensor, begin, end, at in here.parts:
             if tensor == HEADER:
                 continue
             part = data[at : at + end - begin]
-            last = end == self._layout.sizes[tensor]
+            last = end == sizes[tensor]
             if begin == 0 and last:
-                self._hashes[tensor] = xxhash.xxh3_128_hexdigest(part)
+                hashes[tensor] = xxhash.xxh3_128_hexdigest(part)
                 continue
             if begin == 0:
                 self._open = xxhash.xxh3_128()
             assert self._open is not None
             self._open.update(part)
             if last:
-                self._hashes[tensor] = self._open.hexdigest()
-        self._file.write(data[: here.end - here.begin])
+                hashes[tensor] = self._open.hexdigest()
+        self._file.hash(data)
 
     def finish(self, durable: bool) -> dict[str, Any]:
         """Make the file durable if asked to; returns this file's part of the rank's report."""
+        self._beside.end()
         entry = dict(vars(self._file.finish(durable)))
         empty = xxhash.xxh3_128_hexdigest(b"")
         hashes = {n: self._hashes.get(n, empty) for n in range(len(self._layout.names))}
@@ -197,6 +212,7 @@ class LaneWriter:
 
     def close(self) -> None:
         """Let the file go."""
+        self._beside.end()
         self._file.close()
 
 
