@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eke.checkpoint.checks import ManifestError, strict_json
-from eke.checkpoint.objects import MAX_DEPTH, decode, encode
+from eke.checkpoint.objects import MAX_DEPTH, decode, encode, to_json
 from eke.checkpoint.references import references
 from eke.errors import InputError
 
@@ -77,6 +77,33 @@ def same(a, b):
 @given(OBJECTS)
 def test_round_trip_keeps_every_type_and_bit(value):
     assert same(through_json(value), value)
+
+
+@given(st.dictionaries(st.text(max_size=3), OBJECTS, max_size=4), st.integers(0, 600))
+def test_long_dicts_are_like_short_ones(few, more):
+    """What is looked at in one sweep, and written in pieces, is the same as one by one."""
+    value = {**{f"k{i}": (i, None, i % 3 / 2)[i % 3] for i in range(more)}, **few}
+    assert same(through_json(value), value)
+    tree, _ = encode(value, "p")
+    alone = [encode([one], "p")[0][0] for one in value.values()]
+    if type(tree.get("$dict", tree)) is dict and not any(torch_like(one) for one in alone):
+        assert list(tree.values()) == alone
+    for nested in (tree, {"a": {"b": tree}}, [tree]):
+        assert to_json(nested) == json.dumps(nested, separators=(",", ":"), allow_nan=False)
+
+
+def torch_like(tree):
+    return "$tensor" in (text := json.dumps(tree)) or "$ndarray" in text
+
+
+@pytest.mark.parametrize("odd", [(2**53 + 1,), (float("nan"),), 2**80, float("inf"), (b"x", 1)])
+@pytest.mark.parametrize("key", ["plain", "$dollar", "a\n$b", "", 5])
+def test_one_odd_value_or_key_in_a_long_dict(odd, key):
+    value = {**{f"k{i}": (i, (i, True), "x", None)[i % 4] for i in range(600)}, key: odd}
+    assert same(through_json(value), value)
+    tree, _ = encode(value, "p")
+    assert ("$dict" in tree) == (key in ("$dollar", 5))
+    assert to_json(tree) == json.dumps(tree, separators=(",", ":"), allow_nan=False)
 
 
 @given(OBJECTS)

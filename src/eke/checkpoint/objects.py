@@ -23,6 +23,8 @@ import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +71,26 @@ def encode(value: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return encoder.encode(value, None, 0), encoder.tensors
 
 
+def to_json(tree: Any, depth: int = 0) -> str:
+    """The text of JSON values, as `json.dumps` has it.
+
+    Long dicts go piece by piece: `json` makes tuples of all of a dict's items at once, and so many
+    new ones set off a search for garbage through everything that the process has.
+    """
+    if type(tree) is dict and tree and depth < _OUTER:
+        if len(tree) <= _PIECE:
+            inner = (f"{_dumps(k)}:{to_json(v, depth + 1)}" for k, v in tree.items())
+            return "{" + ",".join(inner) + "}"
+        items = iter(tree.items())
+        pieces = iter(lambda: dict(islice(items, _PIECE)), {})
+        return "{" + ",".join(_dumps(piece)[1:-1] for piece in pieces) + "}"
+    return _dumps(tree)
+
+
+_OUTER, _PIECE = 5, 256
+_dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+
+
 class Ready(NamedTuple):
     """A part of a value that is encoded already, and names no tensors."""
 
@@ -94,22 +116,30 @@ def _keys_to(path: _Path) -> list[str]:
     return found[::-1]
 
 
-def _is_json(values: Collection[Any]) -> bool:
-    """Whether all are scalars that JSON has as they are; may say no of some that are. Loops in C:
-    most large states are long rows of plain values."""
-    kinds = set(map(type, values))
-    if not kinds <= _SCALARS:
-        return False
-    if kinds.isdisjoint(_NUMBERS):
+def _are_json(values: Collection[Any], kinds: set[type]) -> bool:
+    """Whether all scalars among values of these types are such that JSON has them as they are; may
+    say no where they are. Loops in C: most large states are long rows of plain values."""
+    numbers = kinds & _NUMBERS
+    if not numbers:
         return True
-    numbers = values if kinds <= _NUMBERS else [v for v in values if type(v) in _NUMBERS]
-    if float in kinds:
+    found = values if kinds <= _NUMBERS else [v for v in values if type(v) in numbers]
+    if float in numbers:
         try:
-            if not all(map(math.isfinite, numbers)):
+            if not all(map(math.isfinite, found)):
                 return False
         except OverflowError:
             return False
-    return bool(min(numbers) >= -EXACT_INT and max(numbers) <= EXACT_INT)
+    return bool(min(found) >= -EXACT_INT and max(found) <= EXACT_INT)
+
+
+def _are_names(keys: Mapping[Any, Any]) -> bool:
+    """Whether all keys are strings that do not start with `$`."""
+    if len(keys) <= _FEW:
+        return all(type(key) is str and key[:1] != "$" for key in keys)
+    if set(map(type, keys)) != {str}:
+        return False
+    joined = "\n".join(keys)  # in C again; a key may have "\n$" inside
+    return ("\n$" not in joined and joined[:1] != "$") or all(key[:1] != "$" for key in keys)
 
 
 class _Encoder:
@@ -155,8 +185,10 @@ class _Encoder:
         raise self._refuse(value, path)
 
     def _items(self, value: Any, path: _Path, depth: int) -> list[Any]:
-        if depth < MAX_DEPTH and len(value) > _FEW and _is_json(value):
-            return list(value)
+        if depth < MAX_DEPTH and len(value) > _FEW:
+            kinds = set(map(type, value))
+            if kinds <= _SCALARS and _are_json(value, kinds):
+                return list(value)
         found = []
         for i, item in enumerate(value):
             # What most values are is seen to here, for a call costs more.
@@ -173,9 +205,11 @@ class _Encoder:
 
     def _dict(self, value: Any, kind: type, path: _Path, depth: int) -> Any:
         encode, below = self.encode, depth + 1
-        if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
-            if len(value) > _FEW and below <= MAX_DEPTH and _is_json(value.values()):
-                return dict(value)
+        if kind is dict and _are_names(value):
+            if len(value) > _FEW and below <= MAX_DEPTH:
+                kinds = set(map(type, value.values()))
+                if _are_json(value.values(), kinds):
+                    return self._mixed(value, kinds - _SCALARS, path, below)
             found = {}
             for key, item in value.items():
                 kind = type(item)
@@ -188,13 +222,39 @@ class _Encoder:
                 else:
                     found[key] = encode(item, (path, key), below)
             return found
-        pairs = []
+        return self._pairs(value, path, below)
+
+    def _mixed(self, value: dict[str, Any], others: set[type], path: _Path, below: int) -> Any:
+        """A dict of scalars that JSON has, and values of other types."""
+        found = dict(value)
+        for key, item in value.items() if others else ():
+            kind = type(item)
+            if kind not in others:
+                continue
+            if kind is not tuple or below == MAX_DEPTH:
+                found[key] = self.encode(item, (path, key), below)
+                continue
+            for inner in item:
+                sort = type(inner)
+                if not (
+                    sort in _WORDS
+                    or (sort is int and -EXACT_INT <= inner <= EXACT_INT)
+                    or (sort is float and inner - inner == 0)
+                ):
+                    found[key] = {"$tuple": self._items(item, (path, key), below)}
+                    break
+            else:
+                found[key] = {"$tuple": [*item]}
+        return found
+
+    def _pairs(self, value: Any, path: _Path, below: int) -> Any:
+        encode, pairs = self.encode, []
         for key, item in value.items():
             if isinstance(key, (torch.Tensor, np.ndarray)):
                 raise self._refuse(key, path)
             # A key is encoded like any value; what it cannot be, the table has no hashable of.
             pairs.append([encode(key, (path, key), below), encode(item, (path, key), below)])
-        return {_DICTS[kind]: pairs}
+        return {_DICTS[type(value)]: pairs}
 
     def _tensor(self, value: torch.Tensor, path: _Path) -> Any:
         refuse_unusual(value, self._where(_keys_to(path)))

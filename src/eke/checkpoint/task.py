@@ -11,7 +11,6 @@ written, which leaves the bytes on the disk once.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from eke.checkpoint.errors import SaveError, disk_error
 from eke.checkpoint.flow import Flow, Link, Spot
 from eke.checkpoint.lane import Lane
 from eke.checkpoint.manifest import Manifest, ObjectEntry, check, merge, serialise
+from eke.checkpoint.objects import to_json
 from eke.checkpoint.opening import OBJECTS_FORMAT, OBJECTS_VERSION
 from eke.checkpoint.previous import Previous
 from eke.checkpoint.providers import FROZEN, OBJECTS, OTHER
@@ -307,7 +307,7 @@ class Save:
                 if rank == 0 or self._per_rank[name]
             },
         }
-        data = json.dumps(values, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        data = to_json(values).encode() + b"\n"
         path = directory / objects_file(rank)
         self.doing = f"writing {path}"
         report["files"][path.name] = write_file(
