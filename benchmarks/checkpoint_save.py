@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -104,8 +103,7 @@ def measure(workload: str, name: str) -> None:
         )
         known = now
         state.change()
-        if path.exists():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        arm.delete(path)
     extra = (machine.peak_bytes() - resident) / nbytes
     later = {metric: [row[metric] for row in rows[1:]] for metric in rows[0]}
     metrics = {**later, "first": [rows[0]["durable"]], "memory": [max(0.0, extra)]}

@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import pickle
+import shutil
 import threading
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
@@ -53,6 +54,11 @@ class Arm(ABC):
     def finish(self) -> None:  # noqa: B027
         """Wait until it is written."""
 
+    def delete(self, path: Path) -> None:
+        """Delete what may go before the next save; nobody measures it."""
+        if path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
 
 class Eke(Arm):
     """`Checkpointer.save`; durable by itself."""
@@ -79,6 +85,10 @@ class Eke(Arm):
 
     def finish(self) -> None:
         self.ticket.wait()
+
+    def delete(self, path: Path) -> None:
+        """It deletes older checkpoints itself, after a save; the newest stays, to be linked."""
+        self.saver.wait()
 
 
 class EkeSmallPool(Eke):
