@@ -44,9 +44,9 @@ def test_ranks_do_not_matter(tmp_path):
                     slot = torch.empty(1 << 16, dtype=torch.uint8).numpy()
                     lane.fill(number, slot)
                     writer.write(number, slot.data)
-                part = writer.finish(durable=False)
-                report["files"] |= part["files"]
-                report["tensors"] |= part["tensors"]
+                entry, (layout, hashes) = writer.finish(durable=False)
+                report["files"][layout.file] = entry
+                report["tensors"] |= layout.stated(hashes)
             reports.append(report)
         files, entries, _ = merge(reports)
         manifest = Manifest(1, ranks, {"data": ranks}, 0.5, "0", "0", files, entries)

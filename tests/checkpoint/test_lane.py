@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,7 @@ def test_the_manifests_entries(tensors):
     scratch = np.empty(BLOCK_BYTES, np.uint8)
     hashes = {number: lane.digest(number, scratch) for number in range(3)}
     stated = lane.layout.stated(hashes)
+    assert json.loads(f"{{{lane.layout.text(hashes)}}}") == stated
     for name, tensor in tensors.items():
         shard = stated[name]["shards"][0]
         assert shard["xxh3_128"] == xxhash.xxh3_128_hexdigest(as_bytes(tensor))

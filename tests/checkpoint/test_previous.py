@@ -43,6 +43,11 @@ def test_the_same_state_is_the_same_file(root, model):
     assert Previous(root, Storage()).same(lane_of(model.state_dict()), SCRATCH)
 
 
+def lane_tensors(lane):
+    names = (name.removeprefix("model/") for name in lane.layout.names)
+    return dict(zip(names, lane._tensors, strict=True))
+
+
 def changed_bit(state):
     state["weight"].view(torch.int32)[-1, -1] ^= 1
 
@@ -111,11 +116,17 @@ def test_linking(root, model, storage, damage, tmp_path_factory):
         with pytest.raises(OSError, match="committed"):
             previous.link(lane, attempt, durable=True)
         return
-    report = previous.link(lane, attempt, durable=True)
+    entry, stated = previous.link(lane, attempt, durable=True)
     assert (attempt / FILE).samefile(source) != isinstance(storage, NoLinks)
     assert (attempt / FILE).read_bytes() == data
-    assert report["files"][FILE]["bytes"] == len(data)
-    assert sorted(report["tensors"]) == ["model/bias", "model/weight"]
+    assert entry["bytes"] == len(data)
+    assert sorted(stated.layout.names) == ["model/bias", "model/weight"]
     again = Previous(root, storage)
-    again.committed(root / "step-000000001", report)  # what a link reports is itself comparable
-    assert again.same(lane, SCRATCH)
+    files, written = {FILE: entry}, {FILE: stated}
+    again.committed(root / "step-000000001", files, written, {})
+    assert again.alike(files, written, {})
+    assert not again.alike(files, written, {"model/a": "model/bias"})
+    assert not again.alike({FILE: {**entry, "bytes": 1}}, written, {})
+    assert not again.alike(files, {}, {})
+    assert again.same(lane, SCRATCH), "what a link reports is itself comparable"
+    assert again.same(lane_of(lane_tensors(lane)), SCRATCH), "also by a layout that is only equal"

@@ -4,15 +4,18 @@ import errno
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from eke.checkpoint import Checkpointer, Keep, SaveError, Storage, load_tensors, verify
+from eke.checkpoint import Checkpointer, Keep, SaveError, Storage, load_tensors, task, verify
 from eke.checkpoint.capture import Captured, Held
 from eke.checkpoint.flow import Spot
+from eke.checkpoint.manifest import check, serialise
+from eke.checkpoint.opening import open_manifest
 from eke.checkpoint.owner import me, new_token
 from eke.checkpoint.previous import Previous
 from eke.checkpoint.task import Place, Save, save_error
@@ -158,3 +161,30 @@ def test_what_the_user_is_told(tmp_path, error, match):
     assert told.ticket is ticket
     assert told.__cause__ is error
     assert told.rule
+
+
+def test_later_manifests_are_like_the_first(tmp_path, new_run, monkeypatch):
+    """The first is checked in full; those of the same tensors are put together from its text."""
+    run, rows, checked = new_run(), [], []
+    more = nn.Module()
+    more.register_parameter("größer", nn.Parameter(torch.ones(2, 3)))
+    monkeypatch.setattr(task, "check", lambda one: checked.append(one.step) or check(one))
+    with run.attach_to(Checkpointer(tmp_path)) as ck:
+        for number in range(4):
+            run.step()
+            if number == 3:
+                ck.attach(extra={"more": more})  # then they are not the same
+            path = ck.save(number).wait().path
+            assert verify(path).ok
+            manifest = open_manifest(path, Storage())
+            text = (path / "MANIFEST.json").read_bytes()
+            assert serialise(manifest) == text
+            rows.append({k: replace_hashes(v) for k, v in manifest.tensors.items()})
+
+    assert rows[0] == rows[1] == rows[2]
+    assert rows[3].keys() - rows[2].keys() == {"more/größer"}
+    assert checked == [0, 3]
+
+
+def replace_hashes(entry):
+    return replace(entry, shards=tuple(replace(shard, xxh3_128="") for shard in entry.shards))

@@ -31,9 +31,9 @@ def write_rank(directory, captured, here, block_bytes):
             slot = np.empty(block_bytes, np.uint8)
             lane.fill(number, slot)
             writer.write(number, slot.data)
-        part = writer.finish(durable=False)
-        report["files"] |= part["files"]
-        report["tensors"] |= part["tensors"]
+        entry, (layout, hashes) = writer.finish(durable=False)
+        report["files"][layout.file] = entry
+        report["tensors"] |= layout.stated(hashes)
     return report
 
 

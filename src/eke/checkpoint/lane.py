@@ -6,11 +6,12 @@ before and share its layouts; what is new in each is the `Lane`: a layout with l
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,40 @@ class Layout:
             name: {**entry, "shards": [{**entry["shards"][0], "xxh3_128": hashes[number]}]}
             for number, (name, entry) in enumerate(zip(self.names, self.entries, strict=True))
         }
+
+    def like(self, other: Layout) -> bool:
+        """Whether the other file has the same tensors at the same places."""
+        return self is other or (
+            self.names == other.names
+            and self.entries == other.entries
+            and self.header == other.header
+        )
+
+    @cached_property
+    def _heads(self) -> list[str]:
+        """The manifest's text of each tensor up to its hash, which comes last."""
+        dumps = partial(json.dumps, separators=(",", ":"))
+        heads = []
+        for name, entry in zip(self.names, self.entries, strict=True):
+            text = f"{dumps(name)}:{dumps(entry)}"
+            if not text.endswith(f'"xxh3_128":"{_TAIL}'):
+                raise ValueError("an entry does not end with its hash")
+            heads.append(text.removesuffix(_TAIL))
+        return heads
+
+    def text(self, hashes: Mapping[int, str]) -> str:
+        """The members of the JSON object that `stated` is."""
+        return ",".join([head + hashes[n] + _TAIL for n, head in enumerate(self._heads)])
+
+
+_TAIL = '"}]}'
+
+
+class Stated(NamedTuple):
+    """A file that was written or linked: its layout, and the hash of each of its tensors."""
+
+    layout: Layout
+    hashes: Mapping[int, str]
 
 
 class Lane:

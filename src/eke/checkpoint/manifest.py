@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import xxhash
@@ -171,10 +172,19 @@ def stored_layout(entry: TensorEntry, shard: Shard) -> tuple[str, tuple[int, ...
     return STORED[entry.dtype].name, stored_shape(entry.dtype, shard.shape)
 
 
-def serialise(manifest: Manifest) -> bytes:
-    """The manifest's file, its digest last."""
+def serialise(manifest: Manifest, tensors: str | None = None) -> bytes:
+    """The manifest's file, its digest last.
+
+    Args:
+        manifest: what it says.
+        tensors: the members of its `tensors` as text, if they are not in `manifest`.
+    """
     values = {"format": FORMAT, "version": VERSION, **vars(manifest)}
-    body = json.dumps(values, separators=(",", ":"), allow_nan=False, default=vars).encode()[:-1]
+    dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False, default=vars)
+    texts = {key: dumps(value) for key, value in values.items()}
+    if tensors is not None:
+        texts["tensors"] = f"{{{tensors}}}"
+    body = ("{" + ",".join(f'"{key}":{text}' for key, text in texts.items())).encode()
     return body + _tail(body)
 
 

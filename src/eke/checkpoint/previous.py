@@ -15,7 +15,7 @@ from typing import Any
 
 from eke.checkpoint.engine import Array
 from eke.checkpoint.errors import CorruptCheckpoint
-from eke.checkpoint.lane import Lane
+from eke.checkpoint.lane import Lane, Stated
 from eke.checkpoint.layout import latest, step_name
 from eke.checkpoint.opening import open_manifest
 from eke.checkpoint.storage import Storage, read_exactly
@@ -31,16 +31,42 @@ class Previous:
         self._path: Path | None = None
         self._files: Mapping[str, Mapping[str, Any]] = {}
         self._tensors: Mapping[str, Mapping[str, Any]] = {}
-        self._stated: dict[str, dict[str, Any]] = {}
+        self._written: dict[str, Stated] = {}
+        self._aliases: Mapping[str, str] = {}
 
-    def committed(self, path: Path, report: Mapping[str, Any]) -> None:
-        """A save was committed; `report` is this rank's."""
+    def committed(
+        self,
+        path: Path,
+        files: Mapping[str, Mapping[str, Any]],
+        written: Mapping[str, Stated],
+        aliases: Mapping[str, str],
+    ) -> None:
+        """A save was committed, whose manifest was checked; this is this rank's part of it."""
         self._path, self._known = path, True
-        self._files, self._tensors, self._stated = report["files"], report["tensors"], {}
+        self._files, self._tensors = files, {}
+        self._written, self._aliases = dict(written), aliases
 
     def forget(self) -> None:
         """Checkpoints were deleted or replaced: look at the disk again."""
-        self._path, self._known, self._stated = None, False, {}
+        self._path, self._known, self._written, self._aliases = None, False, {}, {}
+
+    def alike(
+        self,
+        files: Mapping[str, Mapping[str, Any]],
+        written: Mapping[str, Stated],
+        aliases: Mapping[str, str],
+    ) -> bool:
+        """Whether a save's tensors lie exactly as in the newest checkpoint, which this process
+        committed: then there is nothing to check of them but the files' lengths."""
+        return (
+            written.keys() == self._written.keys()
+            and all(
+                stated.layout.like(self._written[file].layout)
+                and files[file]["bytes"] == stated.layout.nbytes
+                for file, stated in written.items()
+            )
+            and aliases == self._aliases
+        )
 
     def _look(self) -> None:
         """Read the newest checkpoint's manifest, once in a process."""
@@ -89,18 +115,26 @@ class Previous:
         there = self._files.get(layout.file)
         if self._path is None or there is None or there["bytes"] != layout.nbytes:
             return False
-        stated = self._stated.get(layout.file)
-        if stated is None:
-            stated = self._stated[layout.file] = _shards_of(self._tensors, layout.file)
-        if stated.keys() != set(layout.names):
+        written = self._written.get(layout.file)
+        if written is not None and not written.layout.like(layout):
             return False
-        hashes = {n: stated[name]["shards"][0]["xxh3_128"] for n, name in enumerate(layout.names)}
-        if any(lane.digest(n, scratch) != hashes[n] for n in layout.by_size):
+        if written is None:
+            stated = _shards_of(self._tensors, layout.file)
+            if stated.keys() != set(layout.names):
+                return False
+            hashes = {
+                n: stated[name]["shards"][0]["xxh3_128"] for n, name in enumerate(layout.names)
+            }
+            if layout.stated(hashes) != stated:
+                return False
+            written = Stated(layout, hashes)
+        if any(lane.digest(n, scratch) != written.hashes[n] for n in layout.by_size):
             return False
-        return layout.stated(hashes) == stated
+        self._written[layout.file] = written
+        return True
 
-    def link(self, lane: Lane, directory: Path, durable: bool) -> dict[str, Any]:
-        """Give the committed file a name in an attempt; returns this file's part of the report.
+    def link(self, lane: Lane, directory: Path, durable: bool) -> tuple[dict[str, Any], Stated]:
+        """Give the committed file a name in an attempt; returns its entry, and what is in it.
 
         Where the file system has no links, the file is copied, and its hash checked.
 
@@ -118,7 +152,7 @@ class Previous:
                 raise OSError(errno.EIO, "its bytes are not those that were committed") from None
         else:
             self._settle(target, entry["bytes"], durable)
-        return {"files": {file: entry}, "tensors": dict(self._stated[file])}
+        return entry, self._written[file]
 
     def _copy(self, source: Path, target: Path, durable: bool) -> dict[str, Any]:
         fd = self._storage.open(source)

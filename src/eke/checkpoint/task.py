@@ -27,8 +27,16 @@ from eke.checkpoint.conference import Conference
 from eke.checkpoint.engine import Array, Written
 from eke.checkpoint.errors import SaveError, disk_error
 from eke.checkpoint.flow import Flow, Link, Spot
-from eke.checkpoint.lane import Lane
-from eke.checkpoint.manifest import Manifest, ObjectEntry, check, merge, serialise
+from eke.checkpoint.lane import Lane, Stated
+from eke.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    ObjectEntry,
+    TensorEntry,
+    check,
+    merge,
+    serialise,
+)
 from eke.checkpoint.objects import to_json
 from eke.checkpoint.opening import OBJECTS_FORMAT, OBJECTS_VERSION
 from eke.checkpoint.previous import Previous
@@ -88,6 +96,7 @@ class Save:
         }
         self.flow = Flow(*self._flowing(0), more=rest is not None)
         self._last: list[dict[Hashable, int]] | None = None
+        self._stated: dict[str, Stated] = {}
         self._talk: Conference | None = None
 
     # ------------------------------------------------------------------ capture
@@ -168,17 +177,18 @@ class Save:
                 for rank in others:
                     assert talk is not None
                     reports.append(self._opened(rank, self._hear(talk, ["report"], rank)))
-            manifest = self._manifest(reports)
-            data = serialise(manifest)
+            with during("commit", "commit"):
+                data = self._serialised(reports)
             self.doing = f"committing in {place.root}"
             with during("commit", "commit"):
                 path = attempt.commit(data)
             linked = {name for report in reports for name in report["linked"]}
+            files = {name: file for report in reports for name, file in report["files"].items()}
             size = len(data) + sum(
-                entry.bytes for name, entry in manifest.files.items() if name not in linked
+                int(file["bytes"]) for name, file in files.items() if name not in linked
             )
             self._done({"bytes": size})
-            place.previous.committed(path, reports[0])
+            self._remember(path, reports[0])
         except BaseException as error:
             self._done({"error": describe(self._shown(error))})
             raise
@@ -220,7 +230,7 @@ class Save:
         try:
             self._opened(0, self._hear(talk, ["begun", "done"], 0))
             report = self._write(directory, blocks)
-            talk.tell("report", report)
+            talk.tell("report", {**report, "tensors": self._tensors()})
             size = int(self._opened(0, self._hear(talk, ["done"], 0))["bytes"])
         except Exception as error:
             outcome = talk.look("done", 0)
@@ -230,8 +240,19 @@ class Save:
             raise
         finally:
             talk.tell("bye", {})
-        place.previous.committed(directory.parent / self.ticket.path.name, report)
+        self._remember(directory.parent / self.ticket.path.name, report)
         return size
+
+    def _remember(self, path: Path, report: dict[str, Any]) -> None:
+        self._place.previous.committed(path, report["files"], self._stated, report["aliases"])
+
+    def _tensors(self) -> dict[str, Any]:
+        """The manifest's entries of what this rank has written."""
+        return {
+            name: entry
+            for layout, hashes in self._stated.values()
+            for name, entry in layout.stated(hashes).items()
+        }
 
     def _hear(self, talk: Conference, whats: list[str], rank: int) -> dict[str, Any]:
         self.doing = f"waiting for rank {rank}"
@@ -254,7 +275,6 @@ class Save:
         storage, durable = self._place.storage, self._place.durable
         report: dict[str, Any] = {
             "files": {},
-            "tensors": {},
             "linked": [],
         }
         during = self.ticket.marks.during
@@ -271,7 +291,7 @@ class Save:
                 self.doing = f"writing {path}"
                 if isinstance(what, Link):
                     with during("write", "link"):
-                        part = self._place.previous.link(lane, directory, durable)
+                        entry, stated = self._place.previous.link(lane, directory, durable)
                     report["linked"].append(lane.layout.file)
                 else:
                     assert data is not None
@@ -282,9 +302,9 @@ class Save:
                     if what.block + 1 < len(lane.blocks):
                         continue
                     with during("write", "fsync"):
-                        part = writers.pop(what.lane).finish(durable)
-                report["files"] |= part["files"]
-                report["tensors"] |= part["tensors"]
+                        entry, stated = writers.pop(what.lane).finish(durable)
+                report["files"][lane.layout.file] = entry
+                self._stated[lane.layout.file] = stated
         except OSError as error:
             error.filename = str(path)
             raise
@@ -316,38 +336,55 @@ class Save:
 
     # ------------------------------------------------------------------ committing
 
-    def _manifest(self, reports: list[dict[str, Any]]) -> Manifest:
+    def _serialised(self, reports: list[dict[str, Any]]) -> bytes:
         """The manifest of what all ranks wrote.
 
         Raises:
             EkeError: together they did not write every tensor exactly once.
         """
-        ranks = self._place.here.size
-        try:
-            files, tensors, aliases = merge(reports)
-            manifest = Manifest(
-                step=self.ticket.step,
-                world_size=ranks,
-                mesh=self._mesh,
-                created_unix_s=time.time(),
-                eke=__version__,
-                torch=torch.__version__,
-                files=files,
-                tensors=tensors,
-                aliases=aliases,
-                objects={
-                    name: ObjectEntry(
-                        own, tuple(objects_file(rank) for rank in range(ranks if own else 1))
-                    )
-                    for name, own in self._per_rank.items()
-                },
+        own = reports[0]
+        if len(reports) == 1 and self._place.previous.alike(
+            own["files"], self._stated, own["aliases"]
+        ):
+            # That these tensors are whole was found when they were first saved like this.
+            files = {name: FileEntry(**entry) for name, entry in own["files"].items()}
+            texts = [layout.text(hashes) for layout, hashes in self._stated.values()]
+            return serialise(
+                self._manifest(files, {}, own["aliases"]), ",".join(text for text in texts if text)
             )
+        try:
+            manifest = self._manifest(*merge([{**own, "tensors": self._tensors()}, *reports[1:]]))
             check(manifest)
         except ManifestError as error:
             where = error.tensor or error.file or "the manifest"
             step = self.ticket.step
             raise EkeError(f"saving step {step} failed: {where}: {error.detail}") from error
-        return manifest
+        return serialise(manifest)
+
+    def _manifest(
+        self,
+        files: Mapping[str, FileEntry],
+        tensors: Mapping[str, TensorEntry],
+        aliases: Mapping[str, str],
+    ) -> Manifest:
+        ranks = self._place.here.size
+        return Manifest(
+            step=self.ticket.step,
+            world_size=ranks,
+            mesh=self._mesh,
+            created_unix_s=time.time(),
+            eke=__version__,
+            torch=torch.__version__,
+            files=files,
+            tensors=tensors,
+            aliases=aliases,
+            objects={
+                name: ObjectEntry(
+                    own, tuple(objects_file(rank) for rank in range(ranks if own else 1))
+                )
+                for name, own in self._per_rank.items()
+            },
+        )
 
     def _expire(self) -> None:
         """Apply retention. The new checkpoint is safe by now, so a failure here is not a save's."""

@@ -13,7 +13,7 @@ import xxhash
 from eke.checkpoint.beside import Beside
 from eke.checkpoint.capture import Captured, Held, rank_name
 from eke.checkpoint.dtypes import STORED, stored_shape, tensor_bytes
-from eke.checkpoint.lane import Lane, Layout
+from eke.checkpoint.lane import Lane, Layout, Stated
 from eke.checkpoint.plan import HEADER, Block, cut
 from eke.checkpoint.providers import FROZEN, OTHER
 from eke.checkpoint.sharing import Item, share_out
@@ -202,13 +202,13 @@ class LaneWriter:
                 hashes[tensor] = self._open.hexdigest()
         self._file.hash(data)
 
-    def finish(self, durable: bool) -> dict[str, Any]:
-        """Make the file durable if asked to; returns this file's part of the rank's report."""
+    def finish(self, durable: bool) -> tuple[dict[str, Any], Stated]:
+        """Make the file durable if asked to; returns its entry, and what is in it."""
         self._beside.end()
         entry = dict(vars(self._file.finish(durable)))
         empty = xxhash.xxh3_128_hexdigest(b"")
         hashes = {n: self._hashes.get(n, empty) for n in range(len(self._layout.names))}
-        return {"files": {self._layout.file: entry}, "tensors": self._layout.stated(hashes)}
+        return entry, Stated(self._layout, hashes)
 
     def close(self) -> None:
         """Let the file go."""
