@@ -247,7 +247,8 @@ def test_transformers_25136_a_limit_of_one_deletes_everything(tmp_path, faulty):
     with Checkpointer(tmp_path, keep=Keep(last=1), storage=faulty) as ck:
         ck.attach(model=model)
         for step in range(1, 4):
-            ck.save(step).wait()
+            ck.save(step)
+            ck.wait()
             assert ck.steps() == [step]
             faulty.fail("rename")
             with pytest.raises(SaveError):
