@@ -71,7 +71,9 @@ def save(ck, model, step):
     ck.barrier()
     with torch.no_grad():
         model.weight.add_(1)
-    return ck.save(step).wait().path
+    ticket = ck.save(step)
+    ck.wait()
+    return ticket.path
 
 
 def test_retention_leaves_what_another_process_reads(tmp_path, reader):
