@@ -5,6 +5,9 @@ what to do with the blocks, and a `Flow` says what is due. The copier fills slot
 writer empties them, one save after another. Whoever has to wait for a capture (training, at a
 barrier) copies too instead of only waiting, so a low-priority thread never holds it up.
 
+From a device (`device`) copies are only issued, and it is the copier that waits for them. A barrier
+waits until what it needs is issued; then the device's own stream waits, and training need not.
+
 Properties:
 
 * Memory: nothing but the pool. When it is full the copier waits for the writer; training waits
@@ -26,15 +29,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple
 
 from eke.checkpoint.beside import step_aside
+from eke.checkpoint.device import Issued
+from eke.checkpoint.flight import Flight, Flights
 from eke.checkpoint.flow import Check, Flow, Link, More, Spot
 from eke.checkpoint.pool import Pool
 from eke.checkpoint.ticket import State, Ticket, reaches
+from eke.checkpoint.work import Array, Task, Written
 from eke.errors import EkeError
 
 log = logging.getLogger("eke.checkpoint")
@@ -43,50 +46,9 @@ MAX_IN_FLIGHT = 2
 _LOOK_S = 0.5
 """How often a bounded wait looks at the clock."""
 
-Array = npt.NDArray[np.uint8]
-Written = tuple[Spot, memoryview] | tuple[Link, None]
+__all__ = ["Array", "Engine", "Task", "Written"]
+
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-class Task(Protocol):
-    """One save, as the engine sees it."""
-
-    ticket: Ticket
-    flow: Flow
-    doing: str  # what its writer is at, for the error when it is at it for too long
-    eager: Mapping[int, int]  # what `submit` waits for: lane -> its first so many blocks
-
-    def more(self) -> tuple[Sequence[int], Collection[int], Collection[int]]:
-        """Find out the lanes that are not known yet; returns what `Flow.grow` takes."""
-        ...
-
-    def wanted(self, storages: Collection[object] | None) -> Mapping[int, int]:
-        """Lane -> how many of its first blocks hold any of these storages; None for all."""
-        ...
-
-    def fill(self, spot: Spot, slot: Array) -> None:
-        """Copy a block from what is live."""
-        ...
-
-    def same(self, lane: int, scratch: Array) -> bool:
-        """Whether a lane is the same as in the newest checkpoint."""
-        ...
-
-    def run(self, blocks: Iterator[Written], moved: Callable[[], None]) -> int:
-        """Write all blocks and commit; returns the bytes written. Calls `moved` when it waits."""
-        ...
-
-    def tidy(self) -> None:
-        """Do what is left once the save is committed or failed: only the next one waits for it."""
-        ...
-
-    def failure(self, error: BaseException) -> EkeError:
-        """What the user is told."""
-        ...
-
-    def release(self) -> None:
-        """Let go of everything live."""
-        ...
 
 
 class _Work(NamedTuple):
@@ -110,6 +72,7 @@ class Engine:
         self._pool: Pool | None = None
         self._tasks: deque[Task] = deque()
         self._held: dict[tuple[int, Spot], int] = {}
+        self._flights = Flights()
         self._errors: deque[Ticket] = deque()
         self._threads: list[threading.Thread] = []
         self._to_touch: deque[int] = deque()
@@ -165,7 +128,8 @@ class Engine:
                 self._turn.notify_all()
 
     def barrier(self, storages: Callable[[], Collection[object] | None]) -> None:
-        """Return once none of these storages (None: nothing at all) is still to be captured."""
+        """Return once these storages (None: all) may change: captured, or, on a device, as soon as
+        all copies of them are issued and what this thread asks of it next waits for them."""
         if not self._tasks:
             return
         with self._turn:
@@ -176,7 +140,7 @@ class Engine:
         chosen = storages()
         for task in tasks:
             self._help(task, lambda flow: flow.grown)
-            self._until_captured(task, task.wanted(chosen))
+            self._until_safe(task, task.wanted(chosen))
         self.charge(tasks[0].ticket, time.perf_counter() - began)
 
     def wait(self, ticket: Ticket, state: State, timeout: float | None = None) -> None:
@@ -243,7 +207,7 @@ class Engine:
         self.stop()
         for thread in self._threads:
             thread.join(timeout=0 if self._tasks else self._patience_s)
-        if not self._tasks:
+        if not self._tasks and not self._flights:
             self._threads.clear()
             self._pool = None
 
@@ -280,13 +244,20 @@ class Engine:
                 ),
             )
 
-    def _until_captured(self, task: Task, wanted: Mapping[int, int]) -> None:
-        """Wait for the first blocks of some lanes, and copy meanwhile."""
+    def _until_safe(self, task: Task, wanted: Mapping[int, int]) -> None:
+        """Wait until the first blocks of some lanes are issued, and copy meanwhile; then make what
+        training asks of a device wait for those that are still under way."""
         with self._turn:
-            for lane, blocks in wanted.items():
+            for lane, blocks in wanted.items() if not task.ticket.final else ():
                 task.flow.want(lane, blocks)
+                if task.device(lane) is not None:
+                    task.flow.give_up_check(lane)  # training would wait for the device
             self._turn.notify_all()
-        self._help(task, lambda flow: _all_captured(flow, wanted))
+        self._help(task, lambda flow: all(flow.issued(*one) for one in wanted.items()))
+        with self._turn:
+            error = None if task.ticket.final else self._flights.hold(task, wanted)
+            if error is not None:
+                self._fail(task, error)
 
     def _help(self, task: Task, enough: Callable[[Flow], bool]) -> None:
         """Do what is due until a save is far enough, or has failed."""
@@ -333,28 +304,29 @@ class Engine:
         task, what, slot = work
         assert self._pool is not None
         error: BaseException | None = None
-        same = False
+        same, issued = False, None
         began = time.perf_counter()
         found: tuple[Sequence[int], Collection[int], Collection[int]] = ((), (), ())
         try:
             if slot is None:
                 found = task.more()
-            elif isinstance(what, Check):
-                same = task.same(what.lane, self._pool.array(slot))
-            elif isinstance(what, Spot):
-                task.fill(what, self._pool.array(slot))
+            elif not isinstance(what, More):
+                self._pool.pin(task.device(what.lane))
+                if isinstance(what, Check):
+                    same = task.same(what.lane, self._pool.array(slot))
+                else:
+                    issued = task.fill(what, self._pool.array(slot))
         except BaseException as caught:  # noqa: BLE001 - raised where the save is waited for
             error = caught
         task.ticket.marks.captured(began, compare=isinstance(what, Check))
         with self._turn:
             self._moved = time.monotonic()
-            if error is not None:
+            if error is not None and not (isinstance(what, Check) and task.flow.idle(what.lane)):
                 self._fail(task, error)
             if isinstance(what, More):
                 task.flow.grow(*found)
-            elif isinstance(what, Spot) and slot is not None and not task.ticket.final:
-                self._held[id(task), what] = slot
-                task.flow.copied(what)
+            elif isinstance(what, Spot) and slot is not None:
+                self._settle(task, what, slot, issued)
             elif slot is not None:
                 self._pool.give_back(slot)
             if isinstance(what, Check) and not task.ticket.final:
@@ -363,6 +335,30 @@ class Engine:
             self._turn.notify_all()
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt is not only the save's
+
+    def _settle(self, task: Task, spot: Spot, slot: int, issued: Issued | None) -> None:
+        """A block is issued, or there. No slot is free while a copy may still write to it."""
+        assert self._pool is not None
+        if issued is not None:
+            self._flights.add(Flight(task, spot, slot, issued))
+            task.flow.issue(spot)
+        elif task.ticket.final:
+            self._pool.give_back(slot)
+        else:
+            self._held[id(task), spot] = slot
+            task.flow.copied(spot)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a block that is under way. For the copier: a device may never answer."""
+        failed = flight.wait()
+        with self._turn:
+            self._moved = time.monotonic()
+            error = self._flights.land(flight) or failed
+            if error is not None:
+                self._fail(flight.task, error)
+            self._settle(flight.task, flight.spot, flight.slot, None)
+            self._note_captured(flight.task)
+            self._turn.notify_all()
 
     def _note_captured(self, task: Task) -> None:
         if task.ticket.state == "capturing" and task.flow.all_captured:
@@ -374,17 +370,22 @@ class Engine:
             with self._turn:
                 while True:
                     work = self._next()
-                    if work is not None or (self._stopping and not self._tasks):
+                    flight = self._flights.next() if work is None else None
+                    if work or flight or (self._stopping and not self._tasks):
                         break
                     if self._to_touch and not self._tasks:
                         break
                     self._turn.wait()
-                if work is None and not self._to_touch:
+                if work is None and flight is None and not self._to_touch:
                     return
-                if work is None:
+                if work is None and flight is None:
                     self._touch()
                     continue
-            self._do(work)
+            if work is not None:
+                self._do(work)
+            elif flight is not None:
+                self._land(flight)
+            work = flight = None  # it sleeps for long, and keeps nothing alive
 
     def _touch(self) -> None:
         """Make one more slot's pages real. Under the lock, so that nobody takes it meanwhile."""

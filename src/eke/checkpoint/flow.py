@@ -6,6 +6,8 @@ write next and says when it is written.
 
     pending --start_copy--> copying --copied--> captured --start_write--> writing --written--> done
 
+A device is asked for a copy (`issue`) some time before that is complete (`copied`).
+
 Properties, for every order of events:
 
 * A lane's blocks are copied in order, and handed out for writing in order, each once, and only
@@ -14,7 +16,8 @@ Properties, for every order of events:
 * A slot is held by every block from `start_copy` to `written`, and by no other. While anything is
   left to do and no slot is missing, there is something to copy or to write: nothing deadlocks,
   however small the pool is.
-* `captured(lane, n)` is true only if the first n blocks of the lane are copied.
+* `captured(lane, n)` is true only if the first n blocks of the lane are copied; `issued(lane, n)`
+  if each is copied or a device has been asked to.
 
 A lane that may be unchanged since the newest checkpoint is looked through first (`Check`). If it
 is the same, all of it counts as captured, and it is linked and not written. While an earlier save
@@ -59,9 +62,12 @@ class More(NamedTuple):
 class _Lane:
     def __init__(self, blocks: int, *, check: bool, patient: bool) -> None:
         self.blocks, self.check, self.checking = blocks, check, False
+        self.given_up = False  # it is looked through, but nobody waits for what that finds
         self.patient = patient
         self.same = self.link_given = self.link_done = False
         self.started = self.given = self.written = 0
+        self.issued: set[int] = set()
+        self.asked = 0  # the first so many are issued
         self.done: set[int] = set()
         self.captured = 0  # the first so many are copied
         self.wanted = 0  # the first so many are waited for
@@ -148,9 +154,23 @@ class Flow:
     def checked(self, lane: int, *, same: bool) -> None:
         """It is done."""
         one = self._lanes[lane]
+        if one.given_up:
+            one.given_up = False
+            return
         if not one.checking:
             raise ValueError(f"lane {lane} is not being checked")
         one.checking, one.same = False, same
+
+    def give_up_check(self, lane: int) -> None:
+        """Copy a lane without looking through it; if somebody does already, never mind. It is not
+        complete before that is over."""
+        one = self._lanes[lane]
+        one.given_up = one.given_up or one.checking
+        one.check = one.checking = False
+
+    def idle(self, lane: int) -> bool:
+        """Whether nobody waits for what a look through a lane finds."""
+        return not self._lanes[lane].checking
 
     def start_copy(self, spot: Spot) -> None:
         """A block's copy has begun."""
@@ -159,11 +179,29 @@ class Flow:
             raise ValueError(f"{spot} is not due")
         lane.started += 1
 
+    def issue(self, spot: Spot) -> None:
+        """A device has been asked for all of a block's copy: what it is asked to change after that
+        copy may change."""
+        lane = self._lanes[spot.lane]
+        if not lane.asked <= spot.block < lane.started or spot.block in lane.issued:
+            raise ValueError(f"{spot} is not being copied, or is issued")
+        lane.issued.add(spot.block)
+        while lane.asked in lane.issued:
+            lane.issued.remove(lane.asked)
+            lane.asked += 1
+
+    def issued(self, lane: int, blocks: int) -> bool:
+        """Whether the first `blocks` of a lane are issued or captured."""
+        one = self._lanes[lane]
+        return one.same or one.asked >= blocks
+
     def copied(self, spot: Spot) -> None:
         """A block's copy is complete: the live tensors may change."""
         lane = self._lanes[spot.lane]
         if not lane.captured <= spot.block < lane.started or spot.block in lane.done:
             raise ValueError(f"{spot} is not being copied")
+        if spot.block >= lane.asked and spot.block not in lane.issued:
+            self.issue(spot)
         lane.done.add(spot.block)
         while lane.captured in lane.done:
             lane.done.remove(lane.captured)
@@ -224,7 +262,7 @@ class Flow:
     def complete(self, lane: int) -> bool:
         """Whether all of a lane is written or linked."""
         one = self._lanes[lane]
-        return one.link_done if one.same else one.written == one.blocks
+        return one.link_done if one.same else one.written == one.blocks and not one.given_up
 
     @property
     def all_written(self) -> bool:

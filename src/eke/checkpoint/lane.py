@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from eke.checkpoint.device import Device, Issued, device_of
 from eke.checkpoint.plan import HEADER, Block
 from eke.checkpoint.source import Changed, Seen, Source, seen, storage_of
 from eke.errors import EkeError
@@ -131,21 +132,46 @@ class Lane:
         """What it is captured and written in."""
         return self.layout.blocks
 
-    def fill(self, block: int, slot: npt.NDArray[np.uint8]) -> None:
-        """Copy a block from what is live.
+    @cached_property
+    def device(self) -> Device | None:
+        """What copies some of its tensors; None if they are all in host memory."""
+        return next(filter(None, map(device_of, self._tensors)), None)
+
+    def fill(self, block: int, slot: npt.NDArray[np.uint8]) -> Issued | None:
+        """Copy a block from what is live; returns what is under way on a device, if anything.
 
         Raises:
-            EkeError: a tensor was changed before it was captured.
+            EkeError: a tensor was changed before it was captured. Then nothing is under way.
         """
-        for tensor, begin, end, at in self.blocks[block].parts:
-            target = slot[at:]
-            if tensor == HEADER:
-                target[: end - begin] = np.frombuffer(self.layout.header, np.uint8)[begin:end]
-                continue
-            with self._unchanged(tensor):
-                self._source(tensor).fill(target, begin, end)
-            if end == self.layout.sizes[tensor]:
-                self._sources.pop(tensor, None)
+        remote: dict[int, Source] = {}
+        try:
+            for tensor, begin, end, at in self.blocks[block].parts:
+                target = slot[at:]
+                if tensor == HEADER:
+                    target[: end - begin] = np.frombuffer(self.layout.header, np.uint8)[begin:end]
+                    continue
+                with self._unchanged(tensor):
+                    source = self._source(tensor)
+                    if source.device is not None:
+                        remote[tensor] = source
+                    source.fill(target, begin, end)
+                if end == self.layout.sizes[tensor]:
+                    self._sources.pop(tensor, None)
+        except BaseException:
+            self._under_way(remote).wait()
+            raise
+        return self._under_way(remote) if remote else None
+
+    def _under_way(self, remote: Mapping[int, Source]) -> Issued:
+        """What was issued for some tensors, by number."""
+
+        def check() -> None:
+            for tensor, source in remote.items():
+                with self._unchanged(tensor):
+                    source.check()
+
+        places = {(source.device, source.place) for source in remote.values()}
+        return Issued([device.event(place) for device, place in places if device], check)
 
     def digest(self, tensor: int, scratch: npt.NDArray[np.uint8]) -> str:
         """The hash of a tensor as it is now.

@@ -6,16 +6,19 @@ part of the pool, and memory that was filled before (four to five times faster t
 memory) is filled again. A forked child does not inherit the mapping: it would cost a copy of every
 page that is written after the fork.
 
-Not thread-safe: the engine takes and gives back slots under its own lock.
+Not thread-safe, but for `pin`: the engine takes and gives back slots under its own lock.
 """
 
 from __future__ import annotations
 
 import mmap
+import threading
+import weakref
 
 import numpy as np
 import numpy.typing as npt
 
+from eke.checkpoint.device import Device
 from eke.errors import InputError
 
 PAGE_BYTES = 4096
@@ -58,6 +61,8 @@ class Pool:
         self._free = list(range(self.slots))[::-1]
         self._taken: set[int] = set()
         self._touched: set[int] = set()
+        self._pinning = threading.Lock()
+        self._pinned: set[Device] = set()
 
     @property
     def free(self) -> int:
@@ -87,6 +92,18 @@ class Pool:
     def array(self, slot: int) -> npt.NDArray[np.uint8]:
         """The slot's memory."""
         return self._bytes[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
+    def pin(self, device: Device | None) -> None:
+        """Before a device copies here for the first time: pin all of the memory, which takes it
+        from the system at once. It is let go with the pool."""
+        if device is None or device in self._pinned:
+            return
+        with self._pinning:
+            if device not in self._pinned:
+                undo = device.pin(self._bytes.ctypes.data, self._bytes.nbytes)
+                if undo is not None:
+                    weakref.finalize(self, undo).atexit = False
+                self._pinned.add(device)
 
     def untouched(self, nbytes: int) -> list[int]:
         """The slots, of those that a state of `nbytes` will use first, that are still fresh."""

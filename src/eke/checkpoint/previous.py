@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eke.checkpoint.engine import Array
 from eke.checkpoint.errors import CorruptCheckpoint
 from eke.checkpoint.lane import Lane, Stated
 from eke.checkpoint.layout import latest, step_name
 from eke.checkpoint.opening import open_manifest
 from eke.checkpoint.storage import Storage, read_exactly
 from eke.checkpoint.tensorfile import CHUNK_BYTES, FileWriter
+from eke.checkpoint.work import Array
 
 
 class Previous:

@@ -29,6 +29,7 @@ from eke.checkpoint.capture import (
     require_group,
     untie,
 )
+from eke.checkpoint.device import begin_save, foreign
 from eke.checkpoint.glance import Glance, glance
 from eke.checkpoint.lane import Lane, Layout
 from eke.checkpoint.objects import encode
@@ -37,7 +38,7 @@ from eke.checkpoint.providers import OBJECTS, OTHER, STATE, StateProvider
 from eke.checkpoint.remembered import Remembered
 from eke.checkpoint.source import seen, storage_of
 from eke.checkpoint.tensors import refuse_unusual
-from eke.checkpoint.write import layouts_of, settle_devices
+from eke.checkpoint.write import layouts_of
 from eke.distributed import World, any_dtensor
 from eke.errors import InputError
 
@@ -114,10 +115,10 @@ class Roster:
             for layout, cuts in layouts_of(Captured(shared=held), _ALONE, block_bytes)
         ]
         lanes += live.lanes(known.now, aliases)
-        lazy = live.devices <= {torch.device("cpu")}
+        lazy = not any(map(foreign, live.devices))
         if not lazy:
             lanes += live.lanes(known.later, aliases)
-            settle_devices(live.devices)
+        begin_save(live.devices | {one.tensor.device for one in held})
         self._known = known
         if not lazy or not known.later.rows:
             return Look(lanes, objects, aliases, None)

@@ -9,6 +9,7 @@ second copy of itself either.
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from eke.checkpoint.device import Device, device_of
 from eke.checkpoint.plan import boxes
 
 _SMALL_BYTES = 1 << 16
@@ -62,8 +64,13 @@ class Source:
     """A live tensor that can be captured piece by piece.
 
     The tensor's memory is kept alive, and read at the time of `fill`. A conjugated or negated view
-    is copied at once, here. A tensor of another device is copied from there, block by block, on
-    that device's current stream.
+    is copied at once, here. From a device (`device`) it is copied in the device's side stream, from
+    any other place but host memory at once.
+
+    Attributes:
+        device: what copies it, if the processor does not.
+        place: where it is.
+        nbytes: how many bytes it has.
 
     Args:
         tensor: the live tensor.
@@ -77,10 +84,12 @@ class Source:
         if then is not None and seen(tensor) != then:
             raise Changed
         plain = tensor.detach()
+        self.device, self.place = device_of(tensor), tensor.device
         if plain.is_conj() or plain.is_neg():
-            plain = plain.resolve_conj().resolve_neg()
-        self._remote = plain.device.type != "cpu"
-        if self._remote:
+            with self._issuing():
+                plain = plain.resolve_conj().resolve_neg()
+        self._foreign = self.device is None and plain.device.type != "cpu"
+        if self._foreign:
             plain = plain.contiguous()
         self._version = None if plain.is_inference() else plain._version
         if plain.is_complex():
@@ -92,6 +101,9 @@ class Source:
         self._storage_bytes = plain.untyped_storage().nbytes()
         if self.nbytes and not self._storage_bytes:
             raise Changed  # its memory was taken away
+
+    def _issuing(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.device is None else self.device.issuing(self.place)
 
     def check(self) -> None:
         """Whether the tensor is still what it was when this was made.
@@ -110,11 +122,17 @@ class Source:
     def fill(self, target: npt.NDArray[np.uint8], begin: int, end: int) -> None:
         """Copy bytes `begin` to `end` to the start of `target`; both on an element's border.
 
+        With a device the copy is only issued: it is there, and may be under way also when this
+        raises, until an event of the device is done.
+
         Raises:
             Changed: the tensor is not what it was. Then what was copied is of no use.
         """
         self.check()
-        if self._remote:
+        if self.device is not None:
+            with self._issuing():
+                self._issue(self.device, torch.from_numpy(target[: end - begin]), begin, end)
+        elif self._foreign:
             flat = self._tensor.reshape(-1).view(torch.uint8)
             torch.from_numpy(target[: end - begin]).copy_(flat[begin:end])
         elif self._whole:
@@ -122,6 +140,17 @@ class Source:
         else:
             self._gather(target, begin, end)
         self.check()
+
+    def _issue(self, device: Device, out: torch.Tensor, begin: int, end: int) -> None:
+        if self._whole:
+            device.copy(out, self._tensor.reshape(-1).view(torch.uint8)[begin:end])
+            return
+        size, done = self._tensor.element_size(), 0
+        live, out = self._tensor.view(_PLAIN[size]), out.view(_PLAIN[size])
+        for box in boxes(tuple(live.shape), begin // size, end // size):
+            part = live[box]
+            device.copy(out[done : done + part.numel()].view(part.shape), part)
+            done += part.numel()
 
     def _gather(self, target: npt.NDArray[np.uint8], begin: int, end: int) -> None:
         size = self._tensor.element_size()
@@ -141,14 +170,18 @@ class Source:
         """
         self.check()
         total, step = xxhash.xxh3_128(), len(scratch)
-        if self._whole and self.nbytes and not self._remote:
+        if self._whole and self.nbytes and not self._foreign and self.device is None:
             live = self._tensor.reshape(-1).view(torch.uint8).numpy()
             for begin in range(0, self.nbytes, step):
                 total.update(live[begin : begin + step].data)
         else:
             for begin in range(0, self.nbytes, step):
                 end = min(begin + step, self.nbytes)
-                self.fill(scratch, begin, end)
+                try:
+                    self.fill(scratch, begin, end)
+                finally:
+                    if self.device is not None:
+                        self.device.event(self.place).wait()
                 total.update(scratch[: end - begin].data)
         self.check()
         return total.hexdigest()

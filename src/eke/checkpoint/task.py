@@ -24,7 +24,7 @@ from eke.checkpoint.capture import Captured
 from eke.checkpoint.checks import ManifestError
 from eke.checkpoint.commit import Attempt, clean, expire
 from eke.checkpoint.conference import Conference
-from eke.checkpoint.engine import Array, Written
+from eke.checkpoint.device import Device, Issued
 from eke.checkpoint.errors import SaveError, disk_error
 from eke.checkpoint.flow import Flow, Link, Spot
 from eke.checkpoint.lane import Lane, Stated
@@ -46,6 +46,7 @@ from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import write_file
 from eke.checkpoint.ticket import Ticket
 from eke.checkpoint.together import describe, rebuild
+from eke.checkpoint.work import Array, Written
 from eke.checkpoint.write import LaneWriter, objects_file
 from eke.distributed import Store, World
 from eke.errors import EkeError
@@ -75,7 +76,7 @@ class Place:
 
 
 class Save:
-    """One save's task for the engine (see `engine.Task`)."""
+    """One save's task for the engine (see `work.Task`)."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Save:
         )
 
     def more(self) -> tuple[Sequence[int], Collection[int], Collection[int]]:
-        """See `engine.Task`."""
+        """See `work.Task`."""
         assert self._rest is not None
         lanes, self._aliases = self._rest()
         self._rest = None
@@ -121,7 +122,7 @@ class Save:
         return self._flowing(first)
 
     def wanted(self, storages: Collection[object] | None) -> Mapping[int, int]:
-        """See `engine.Task`."""
+        """See `work.Task`."""
         if storages is None:
             return {i: len(lane.blocks) for i, lane in enumerate(self._lanes)}
         if self._last is None:
@@ -133,16 +134,20 @@ class Save:
                 found[index] = blocks
         return found
 
-    def fill(self, spot: Spot, slot: Array) -> None:
-        """See `engine.Task`."""
-        self._lanes[spot.lane].fill(spot.block, slot)
+    def device(self, lane: int) -> Device | None:
+        """See `work.Task`."""
+        return self._lanes[lane].device
+
+    def fill(self, spot: Spot, slot: Array) -> Issued | None:
+        """See `work.Task`."""
+        return self._lanes[spot.lane].fill(spot.block, slot)
 
     def same(self, lane: int, scratch: Array) -> bool:
-        """See `engine.Task`."""
+        """See `work.Task`."""
         return self._place.previous.same(self._lanes[lane], scratch)
 
     def release(self) -> None:
-        """See `engine.Task`."""
+        """See `work.Task`."""
         self._lanes, self._last, self._rest = [], None, None
         self._objects = {}
 
@@ -155,7 +160,7 @@ class Save:
     # ------------------------------------------------------------------ writing
 
     def run(self, blocks: Iterator[Written], moved: Callable[[], None]) -> int:
-        """See `engine.Task`."""
+        """See `work.Task`."""
         place = self._place
         if place.store is not None:
             self.doing = "talking to rank 0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import xxhash
 
 from eke.checkpoint.beside import Beside
 from eke.checkpoint.capture import Captured, Held, rank_name
+from eke.checkpoint.device import begin_save, foreign
 from eke.checkpoint.dtypes import STORED, stored_shape, tensor_bytes
 from eke.checkpoint.lane import Lane, Layout, Stated
 from eke.checkpoint.plan import HEADER, Block, cut
@@ -85,7 +85,7 @@ def layouts_of(captured: Captured, here: World, block_bytes: int) -> list[tuple[
             (
                 start + size
                 for one, start, size in zip(ordered, starts, sizes, strict=True)
-                if one.held.eager or one.tensor.device.type != "cpu"
+                if one.held.eager or foreign(one.tensor.device)
             ),
             default=0,
         )
@@ -118,20 +118,13 @@ def _lay_out(
 
 def lanes_of(captured: Captured, here: World, block_bytes: int) -> list[Lane]:
     """This rank's files, ready to be filled."""
-    settle_devices({held.tensor.device for held in (*captured.shared, *captured.own)})
+    begin_save({held.tensor.device for held in (*captured.shared, *captured.own)})
     lanes = []
     for layout, cuts in layouts_of(captured, here, block_bytes):
         lane = Lane(layout, [one.tensor for one in cuts])
         lane.watch({n: one.held.spread.live for n, one in enumerate(cuts) if one.held.spread})
         lanes.append(lane)
     return lanes
-
-
-def settle_devices(devices: Iterable[torch.device]) -> None:
-    """Wait for what this thread has asked of GPUs: other threads copy it."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 def _entry(one: Cut, group: str, file: str, begin: int, size: int) -> dict[str, Any]:
