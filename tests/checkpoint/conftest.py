@@ -1,5 +1,6 @@
 """What the checkpoint tests share: a small training run, a broken disk, and real ranks."""
 
+import contextlib
 import errno
 import os
 import random
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from eke.checkpoint import Checkpointer, Keep, Storage
+from eke.checkpoint import Checkpointer, Keep, Storage, device
 
 torch.set_num_threads(1)
 
@@ -290,3 +292,126 @@ def llamas(tmp_path_factory):
     assert code == 0, output
     train_llama(one)
     return {1: one, 2: two}
+
+
+class FakeDevice:
+    """A device as asynchronous as may be: nothing runs until somebody waits or calls `advance`.
+
+    It claims tensors in host memory. Its compute stream runs in order; its copies complete in any
+    order, and read the live bytes only then. An event is done when all copies before it are.
+
+    Args:
+        claims: which tensors are its own.
+        prefer: what runs first when both may: "compute", "copies" or "either".
+    """
+
+    type = "cpu"
+
+    def __init__(self, claims, seed=0, prefer="either"):
+        self._claims, self._random, self._prefer = claims, random.Random(seed), prefer
+        self._lock = threading.RLock()
+        self._compute, self._copies = [], []
+        self._asked = self._ran = self._after = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waited_in, self.pinned, self.fail_at, self.issued = [], [], None, 0
+
+    def claims(self, tensor):
+        return self._claims(tensor)
+
+    def begin(self, places):
+        with self._lock:
+            self._after = self._asked
+
+    def pin(self, address, nbytes):
+        self.pinned.append(nbytes)
+        return self.pinned.clear
+
+    def issuing(self, place):
+        return contextlib.nullcontext()
+
+    def copy(self, target, source):
+        with self._lock:
+            self.issued += 1
+            failing = self.issued == self.fail_at
+            self._copies.append(
+                {"to": target, "from": source, "after": self._after, "failing": failing}
+            )
+
+    def event(self, place):
+        with self._lock:
+            return FakeEvent(self, list(self._copies))
+
+    def ask(self, change, *tensors):
+        """Training asks for a change of tensors, which torch counts now and which happens later."""
+        with self._lock:
+            for tensor in tensors:
+                torch.autograd.graph.increment_version(tensor)
+            self._compute.append(change)
+            self._asked += 1
+
+    def hold(self, event):
+        with self._lock:
+            self._compute.append(event)
+            self._asked += 1
+
+    def advance(self):
+        """Let one thing happen; whether anything could."""
+        with self._lock:
+            copies = [one for one in self._copies if one["after"] <= self._ran]
+            head = self._compute[0] if self._compute else None
+            compute = head is not None and (not isinstance(head, FakeEvent) or head.done())
+            if not compute and not copies:
+                return False
+            first = {"compute": 1.0, "copies": 0.0, "either": 0.5}[self._prefer]
+            if compute and (not copies or self._random.random() < first):
+                self._compute.pop(0)
+                self._ran += 1
+                if not isinstance(head, FakeEvent):
+                    head()
+            else:
+                one = self._random.choice(copies)
+                self._copies = [left for left in self._copies if left is not one]
+                if not one["failing"]:
+                    one["to"].copy_(one["from"])
+            return True
+
+    def finish(self):
+        """Let everything happen."""
+        while self.advance():
+            pass
+
+
+class FakeEvent:
+    def __init__(self, device, copies):
+        self.device, self.copies = device, copies
+
+    def done(self):
+        with self.device._lock:
+            return not any(one is left for one in self.copies for left in self.device._copies)
+
+    def wait(self):
+        self.device.waited_in.append(threading.current_thread())
+        assert self.device.gate.wait(60)
+        while not self.done():
+            assert self.device.advance(), "a copy waits for ever"
+        if any(one["failing"] for one in self.copies):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def hold(self):
+        self.device.hold(self)
+
+
+@pytest.fixture
+def new_device(monkeypatch):
+    """Make a fake device that claims some tensors (all that are numbers with a dimension)."""
+    made = []
+
+    def make(claims=lambda t: t.dim() > 0 and (t.is_floating_point() or t.is_complex()), **more):
+        made.append(FakeDevice(claims, **more))
+        monkeypatch.setattr(device, "_devices", [made[-1]])
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.gate.set()
