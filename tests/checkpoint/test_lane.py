@@ -92,3 +92,34 @@ def test_where_memory_lies(tensors):
     last = lane.last_blocks()
     assert len(last) == 2
     assert last[both.device, both.untyped_storage().data_ptr()] == len(lane.blocks)
+
+
+def test_what_a_device_copies_is_under_way_until_it_is_waited_for(tensors, new_device):
+    device = new_device(lambda t: t.numel() == 3000)
+    lane = lane_of(tensors)
+    assert lane.device is device
+    data = {name: bytes(as_bytes(tensor)) for name, tensor in tensors.items()}
+    slots = [np.zeros(BLOCK_BYTES, np.uint8) for _ in lane.blocks]
+    issued = [lane.fill(number, slot) for number, slot in enumerate(slots)]
+    assert issued[0] is None  # a header
+    assert not any(one.done() for one in issued[1:4])
+    for one in filter(None, issued):
+        one.wait()
+        one.check()
+    found = b"".join(slot.tobytes() for slot in slots)
+    for name, begin in zip(lane.layout.names, lane.layout.starts, strict=True):
+        assert found[begin : begin + len(data[name])] == data[name]
+    tensors["a"].add_(1)
+    with pytest.raises(EkeError, match="the tensor a was changed"):
+        issued[1].check()
+
+
+def test_nothing_is_under_way_in_a_block_that_failed(new_device):
+    device = new_device(lambda _: True)
+    tensors = {"a": torch.ones(100), "b": torch.ones(100)}
+    lane = lane_of(tensors)
+    tensors["b"].add_(1)
+    with pytest.raises(EkeError, match="the tensor b was changed"):
+        lane.fill(1, np.empty(BLOCK_BYTES, np.uint8))
+    assert device.issued == 1
+    assert not device.advance()

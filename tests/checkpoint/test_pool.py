@@ -1,3 +1,4 @@
+import gc
 import mmap
 
 import numpy as np
@@ -65,3 +66,15 @@ def test_prefault_touches_what_will_be_used_first():
     assert [pool.take() for _ in fresh] == fresh
     assert pool.untouched(3 * pool.slot_bytes) == []
     assert len(pool.untouched(1 << 60)) == pool.slots - 3
+
+
+def test_pinned_once_and_let_go_with_the_pool(new_device):
+    device, pool = new_device(), Pool(1 << 20)
+    pool.pin(None)
+    assert device.pinned == []
+    pool.pin(device)
+    pool.pin(device)
+    assert device.pinned == [pool.slots * pool.slot_bytes]
+    del pool
+    gc.collect()
+    assert device.pinned == []

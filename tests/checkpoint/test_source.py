@@ -89,3 +89,22 @@ def test_inference_tensors():
 def test_storages():
     assert storage_of(BASE) == storage_of(BASE[2:].transpose(0, 1))
     assert storage_of(BASE) != storage_of(BASE.clone())
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_pieces_that_a_device_copies(name, new_device):
+    """Issued all together, and done in any order."""
+    device = new_device(lambda _: True)
+    tensor = TENSORS[name]
+    source, expected = Source(tensor), bytes(as_bytes(tensor))
+    size = 8 if source.nbytes % 8 == 0 else 1
+    edges = sorted({0, source.nbytes // 3 // size * size, source.nbytes})
+    target = np.zeros(source.nbytes + 8, np.uint8)
+    for begin, end in itertools.pairwise(edges):
+        source.fill(target[begin:], begin, end)
+    assert not target.any(), "nothing is done before somebody waits"
+    assert source.device is device
+    device.event(source.place).wait()
+    assert target[: source.nbytes].tobytes() == expected
+    assert not target[source.nbytes :].any(), "it wrote beyond the end"
+    assert source.digest(np.empty(16, np.uint8)) == xxhash.xxh3_128_hexdigest(expected)
