@@ -226,3 +226,30 @@ def test_lanes_that_are_not_known_yet():
     flow.grow([1], check=[1])
     assert flow.next_copy() == Check(1)
     assert flow.grown
+
+
+def test_a_look_that_is_given_up_is_waited_for_at_the_end():
+    flow = Flow([1, 1], check=[0, 1])
+    flow.start_check(0)
+    for lane in range(2):
+        flow.want(lane, 1)
+        flow.give_up_check(lane)
+        assert flow.idle(lane)
+        spot = Spot(lane, 0)
+        assert flow.next_copy() == spot
+        flow.start_copy(spot)
+        assert not flow.issued(lane, 1)
+        flow.issue(spot)
+        assert flow.issued(lane, 1)
+        assert not flow.captured(lane, 1)
+        with pytest.raises(ValueError, match="is issued"):
+            flow.issue(spot)
+        flow.copied(spot)
+        flow.start_write(spot)
+        flow.written(spot)
+    assert not flow.all_written  # somebody still reads the newest checkpoint for it
+    flow.checked(0, same=True)
+    assert flow.all_written
+    assert flow.captured(0, 1)
+    with pytest.raises(ValueError, match="not being checked"):
+        flow.checked(0, same=True)
