@@ -114,6 +114,26 @@ def test_what_a_device_copies_is_under_way_until_it_is_waited_for(tensors, new_d
         issued[1].check()
 
 
+def test_several_devices_in_one_block(new_device, monkeypatch):
+    tensors = {"a": torch.arange(100.0), "b": torch.arange(50.0), "c": torch.ones(7)}
+    made = [new_device(lambda t, n=n: t.numel() == n) for n in (100, 50)]
+    monkeypatch.setattr("eke.checkpoint.device._devices", made)
+    lane, slot = lane_of(tensors), np.zeros(BLOCK_BYTES, np.uint8)
+    issued = lane.fill(1, slot)
+    assert [device.issued for device in made] == [1, 1]
+    made[0].finish()
+    assert not issued.done()
+    issued.hold()
+    changed = []
+    for device in made:
+        device.ask(lambda: changed.append(1))
+    made[0].finish()
+    assert len(changed) == 1, "each device waits for its own"
+    issued.wait()
+    data = b"".join(bytes(as_bytes(tensors[name])) for name in lane.layout.names)
+    assert slot.tobytes()[: len(data)] == data
+
+
 def test_nothing_is_under_way_in_a_block_that_failed(new_device):
     device = new_device(lambda _: True)
     tensors = {"a": torch.ones(100), "b": torch.ones(100)}

@@ -126,3 +126,16 @@ def part(tensor, box):
     for dim, (start, size) in enumerate(zip(box.offset, box.shape, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
+
+
+def test_a_device_copies_what_was_there_when_the_lanes_were_made(new_device):
+    device, live = new_device(lambda _: True, prefer="compute"), torch.zeros(500)
+    device.ask(lambda: live.data.add_(1))
+    held = Held("x", live, "state", "segment", False)
+    [lane] = lanes_of(Captured(shared=[held]), World(), 4096)
+    slot = np.zeros(4096, np.uint8)
+    issued = lane.fill(1, slot)
+    assert not slot.any()
+    issued.wait()
+    assert (slot[:2000].view(np.float32) == 1).all()
+    assert lane.layout.eager_blocks == 0

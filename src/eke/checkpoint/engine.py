@@ -37,7 +37,7 @@ from eke.checkpoint.flight import Flight, Flights
 from eke.checkpoint.flow import Check, Flow, Link, More, Spot
 from eke.checkpoint.pool import Pool
 from eke.checkpoint.ticket import State, Ticket, reaches
-from eke.checkpoint.work import Array, Task, Written
+from eke.checkpoint.work import Task, Written
 from eke.errors import EkeError
 
 log = logging.getLogger("eke.checkpoint")
@@ -45,8 +45,6 @@ log = logging.getLogger("eke.checkpoint")
 MAX_IN_FLIGHT = 2
 _LOOK_S = 0.5
 """How often a bounded wait looks at the clock."""
-
-__all__ = ["Array", "Engine", "Task", "Written"]
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
