@@ -15,14 +15,12 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from eke.budget.units import parse_bytes, parse_duration
 from eke.checkpoint import layout
@@ -30,6 +28,7 @@ from eke.checkpoint.capture import Captured, capture, tensors_of
 from eke.checkpoint.commit import delete
 from eke.checkpoint.engine import Engine
 from eke.checkpoint.errors import SaveError, reading
+from eke.checkpoint.hook import hook_steps, let_go, wait_for
 from eke.checkpoint.optimizer_state import OptimizerProvider
 from eke.checkpoint.owner import me, new_token
 from eke.checkpoint.pool import slot_size
@@ -115,9 +114,9 @@ class Checkpointer:
         self._roster = Roster()
         self._pool_ready = False
         self._engine = Engine(pool_bytes, self._patience_s, warn=on_error == "warn")
-        self._hook = register_optimizer_step_pre_hook(_hook_of(weakref.ref(self)))
+        self._hook = hook_steps(self._before_step, self._engine)
         # Dropped without `close`: what is in flight is finished, and the threads end.
-        self._finalizer = weakref.finalize(self, _let_go, self._engine, self._hook)
+        self._finalizer = weakref.finalize(self, let_go, self._engine, self._hook)
         self._finalizer.atexit = False
 
     def attach(
@@ -283,9 +282,7 @@ class Checkpointer:
         """Any optimizer is about to change its parameters and its state."""
         if world().size == 1:
             self._engine.raise_failed()
-        self._engine.barrier(
-            lambda: {storage_of(local_of(tensor)) for tensor in tensors_of(optimizer)}
-        )
+        wait_for(self._engine, optimizer)
         # Training has begun, and the optimizer has its state: the first save is not far.
         if not self._pool_ready and optimizer.state and self._is_attached(optimizer):
             self._pool_ready = True
@@ -458,9 +455,9 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        self._finalizer.detach()
-        self._hook.remove()
         self._engine.close()
+        self._hook.remove()  # not before: another thread may train on meanwhile
+        self._finalizer.detach()
         self._providers.clear()
         self._roster = Roster()
         self._model = None
@@ -481,19 +478,3 @@ class Checkpointer:
             if value is None:
                 raise
             log.error("%s", error)  # the error that is on its way says more
-
-
-def _hook_of(owner: weakref.ref[Checkpointer]) -> Callable[..., None]:
-    """A hook for every optimizer that does not keep the checkpointer alive."""
-
-    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        checkpointer = owner()
-        if checkpointer is not None:
-            checkpointer._before_step(optimizer)
-
-    return before_step
-
-
-def _let_go(engine: Engine, hook: RemovableHandle) -> None:
-    hook.remove()
-    engine.stop()

@@ -1,0 +1,65 @@
+import torch
+from torch import nn
+
+import eke.checkpoint.checkpointer
+from eke.checkpoint import Checkpointer, load_tensors
+
+
+def rig(root, **options):
+    """A model, an optimizer whose kernel's changes torch does not count, and a checkpointer through
+    whose pool the state does not fit."""
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(32)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    ck = Checkpointer(root, pool="64KiB", durability="none")
+    ck.attach(model=model, optimizer=optimizer)
+    return model, optimizer, ck
+
+
+def values(model):
+    return {f"model/{name}": value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_step_waits_for_what_a_dropped_checkpointer_still_captures(tmp_path):
+    model, optimizer, ck = rig(tmp_path)
+    expected = values(model)
+    ticket = ck.save(1)
+    del ck
+    optimizer.step()
+    found = load_tensors(ticket.wait(timeout=60).path)
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_a_checkpointer_dropped_at_rest_leaves_no_hook(tmp_path):
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = list(hooks)
+    _, _, ck = rig(tmp_path)
+    ck.save(1).wait(timeout=60)
+    ck.wait()
+    assert list(hooks) != before
+    del ck
+    assert list(hooks) == before
+
+
+def test_a_compiled_step_waits_and_is_not_traced_through_the_engine(tmp_path, monkeypatch):
+    model, optimizer, ck = rig(tmp_path)
+    waits = []
+    wait_for = eke.checkpoint.checkpointer.wait_for
+
+    def watched(*args):
+        waits.append(torch.compiler.is_compiling())
+        wait_for(*args)
+
+    monkeypatch.setattr(eke.checkpoint.checkpointer, "wait_for", watched)
+    step = torch.compile(optimizer.step, backend="eager")
+    step()
+    expected = values(model)
+    ticket = ck.save(1)
+    step()
+    found = load_tensors(ticket.wait(timeout=60).path)
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert waits == [False, False]
+    ck.close()
