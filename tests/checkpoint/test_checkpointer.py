@@ -2,6 +2,7 @@ import errno
 import gc
 import signal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -300,11 +301,20 @@ def test_misuse(tmp_path, new_run):
         Checkpointer(tmp_path).save(1).wait()
     with pytest.raises(InputError, match='"fsync" or "none"'):
         Checkpointer(tmp_path, durability="maybe")
+    with pytest.raises(InputError, match=r"it is a Keep.*"):
+        Checkpointer(tmp_path, keep=3)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="root is not a directory"):
+        Checkpointer(tmp_path / "file")
     run = new_run()
     ck = run.attach_to(Checkpointer(tmp_path))
+    for step in (1.0, "1", True, -1):
+        for call in (ck.restore, ck.discard_after):
+            with pytest.raises(InputError, match="a whole number from 0"):
+                call(step)
     with pytest.raises(InputError, match="'model' is attached already"):
         ck.attach(model=run.model)
-    for name in ("model", "rng", "a/b", "", ".x", "ü"):
+    for name in ("model", "rng", "a/b", "", ".x", "ü", 3):
         with pytest.raises(InputError, match="name is unusable"):
             ck.attach(extra={name: {}})
     with pytest.raises(InputError, match="'other' is not attached"):
@@ -313,6 +323,19 @@ def test_misuse(tmp_path, new_run):
     ck.close()
     with pytest.raises(InputError, match="closed"):
         ck.save(1).wait()
+
+
+def test_an_optimizer_attached_before_its_model_and_numpys_steps_and_one_name(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with Checkpointer(tmp_path) as ck:
+        ck.attach(optimizer=optimizer)
+        ck.attach(model=model)
+        path = ck.save(np.int64(7)).wait().path
+        assert "optimizer/weight/exp_avg" in load_tensors(path)
+        assert ck.restore(np.int64(7), only="model").step == 7
 
 
 def test_several_attach_calls_and_a_second_optimizer(tmp_path):

@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 
 from eke.checkpoint import latest, steps
 from eke.checkpoint.layout import (
     checkpoint_of,
     is_committed,
+    require_step,
     root_of,
     step_dirs,
     step_name,
@@ -27,6 +29,18 @@ def test_names_and_back():
 )
 def test_other_names_are_no_checkpoints(name):
     assert step_of(name) is None
+
+
+@pytest.mark.parametrize("step", [0, 7, 2**53 - 1, np.int64(7)])
+def test_steps(step):
+    assert require_step(step) == step
+    assert type(require_step(step)) is int
+
+
+@pytest.mark.parametrize("step", [-1, 2**53, 1.0, True, "3", None, np.float64(1)])
+def test_what_is_no_step(step):
+    with pytest.raises(InputError, match="a whole number from 0"):
+        require_step(step)
 
 
 def test_temporaries(tmp_path):

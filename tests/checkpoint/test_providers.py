@@ -190,6 +190,8 @@ def test_a_users_own_provider(tmp_path):
 def test_what_has_no_state(value):
     with pytest.raises(InputError, match="'thing' cannot be attached"):
         provider_of(value, "thing")
+    with pytest.raises(InputError, match="'thing' cannot be attached"):
+        provider_of(torch.nn.Linear, "thing")
 
 
 SCHEDULERS = {

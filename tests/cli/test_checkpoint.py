@@ -176,6 +176,8 @@ def test_gc(run):
         invoke("gc", run, "--keep-last", "0")
     with pytest.raises(InputError, match="no such directory"):
         invoke("gc", run / "absent")
+    with pytest.raises(InputError, match="the directory of one step"):
+        invoke("gc", step_dir(run, 2))
 
 
 def test_torch_is_not_loaded(run):

@@ -33,7 +33,13 @@ from eke.checkpoint.optimizer_state import OptimizerProvider
 from eke.checkpoint.owner import me, new_token
 from eke.checkpoint.pool import slot_size
 from eke.checkpoint.previous import Previous
-from eke.checkpoint.providers import RngProvider, Stateful, StateProvider, provider_of
+from eke.checkpoint.providers import (
+    RngProvider,
+    Stateful,
+    StateProvider,
+    provider_of,
+    unwrap,
+)
 from eke.checkpoint.restore import LoadReport, restore
 from eke.checkpoint.retention import Keep
 from eke.checkpoint.roster import Roster
@@ -51,6 +57,10 @@ log = logging.getLogger("eke.checkpoint")
 Durability = Literal["fsync", "none"]
 OnError = Literal["raise", "warn"]
 _PROVIDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and _PROVIDER_NAME.fullmatch(name) is not None
 
 
 class Checkpointer:
@@ -101,6 +111,12 @@ class Checkpointer:
         if not self._patience_s > 0:
             raise InputError("the checkpoints' patience is wrong", value=patience, rule="above 0")
         self.root = Path(root)
+        if self.root.exists() and not self.root.is_dir():
+            raise InputError("the checkpoints' root is not a directory", value=str(root))
+        if keep is not None and not isinstance(keep, Keep):
+            raise InputError(
+                "what to keep is wrong", value=keep, rule="it is a Keep, such as eke.Keep(last=3)"
+            )
         self.keep = keep or Keep()
         self._durable = durability == "fsync"
         self._storage = storage or Storage()
@@ -156,7 +172,7 @@ class Checkpointer:
         }
         given = {name: value for name, value in named.items() if value is not None}
         for name, value in (extra or {}).items():
-            if name in named or _PROVIDER_NAME.fullmatch(name) is None:
+            if name in named or not _is_name(name):
                 raise InputError(
                     "an extra's name is unusable",
                     value=name,
@@ -166,6 +182,9 @@ class Checkpointer:
         taken = sorted(given.keys() & self._providers.keys())
         if taken:
             raise InputError(f"{taken[0]!r} is attached already")
+        for known in self._providers.values():
+            if isinstance(known, OptimizerProvider) and known.model is None and self._model:
+                known.model = unwrap(self._model)  # it was attached before its model
         self._providers |= {name: self._provider(name, value) for name, value in given.items()}
 
     def _provider(self, name: str, value: object) -> StateProvider:
@@ -190,10 +209,7 @@ class Checkpointer:
         """
         started = time.perf_counter()
         self._require_open()
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < layout.MAX_STEP:
-            raise InputError(
-                "a checkpoint's step is wrong", value=step, rule="a whole number from 0 to 2**53"
-            )
+        step = layout.require_step(step)
         if not self._providers:
             raise InputError("nothing is attached to save", fix="Call attach(model=...) first")
         self._saves += 1
@@ -354,8 +370,8 @@ class Checkpointer:
 
         Args:
             step: which one.
-            only: names of what is attached ("model", "optimizer", ..); all else is neither read
-                into nor compared.
+            only: names of what is attached ("model", "optimizer", ..), or one; all else is neither
+                read into nor compared.
             strict: whether it is an error that saved and attached state differ.
             fallback: whether, if the newest is damaged, to take the newest that is sound; the
                 report's `damaged` says what was passed over. It overwrites all that a damaged one
@@ -376,6 +392,8 @@ class Checkpointer:
                 message says so if anything was changed by then.
         """
         self._require_open()
+        step = None if step is None else layout.require_step(step)
+        only = [only] if isinstance(only, str) else only
         self._settle("restoring")
         wanted = set(self._providers) if only is None else set(only)
         if unknown := sorted(wanted - self._providers.keys()):
@@ -415,6 +433,7 @@ class Checkpointer:
             EkeError: the disk failed.
         """
         self._require_open()
+        step = layout.require_step(step)
         self._settle("discarding checkpoints")
         self._previous.forget()
 

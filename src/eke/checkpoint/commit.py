@@ -14,7 +14,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 from eke.checkpoint.errors import reading
-from eke.checkpoint.layout import root_of, step_name, steps, temporaries, temporary_name
+from eke.checkpoint.layout import (
+    root_of,
+    step_name,
+    step_of,
+    steps,
+    temporaries,
+    temporary_name,
+)
 from eke.checkpoint.lease import free
 from eke.checkpoint.manifest import MANIFEST
 from eke.checkpoint.opening import glance
@@ -151,12 +158,18 @@ def collect(root: str | Path, keep: Keep | None = None) -> list[Path]:
     newer is sound stay. Returns what was removed.
 
     Raises:
-        InputError: there is no such directory.
+        InputError: there is no such directory, or it is one step's.
         EkeError: the disk failed.
     """
     storage, root = Storage(), root_of(root)
     if not root.is_dir():
         raise InputError("there is no such directory", value=str(root))
+    if step_of(root.absolute().name) is not None:
+        raise InputError(
+            "this is the directory of one step",
+            value=str(root),
+            fix="Name the run or its checkpoints directory",
+        )
     with reading(root):
         removed = clean(storage, root)
         if keep is not None:

@@ -16,6 +16,7 @@ There is no pointer file that could go stale: the newest checkpoint is found by 
 from __future__ import annotations
 
 import re
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,20 @@ class Temporary(NamedTuple):
     purpose: str  # "step" or "delete"
     step: int
     token: str
+
+
+def require_step(step: object) -> int:
+    """A step that a checkpoint can be of; numpy's integers are taken too.
+
+    Raises:
+        InputError: it is none.
+    """
+    number = index(step) if hasattr(step, "__index__") and not isinstance(step, bool) else -1
+    if not 0 <= number < MAX_STEP:
+        raise InputError(
+            "a checkpoint's step is wrong", value=step, rule="a whole number from 0 to 2**53 - 1"
+        )
+    return number
 
 
 def step_name(step: int) -> str:

@@ -347,11 +347,12 @@ def provider_of(value: object, name: str) -> StateProvider:
     Raises:
         InputError: there is none for its type.
     """
-    if isinstance(value, StateProvider):
+    is_class = isinstance(value, type)  # which has the methods, and no state
+    if isinstance(value, StateProvider) and not is_class:
         return value
     if isinstance(value, torch.nn.Module):
         return ModuleProvider(value)
-    if isinstance(value, Stateful):
+    if isinstance(value, Stateful) and not is_class:
         return ObjectProvider.of(value)
     if isinstance(value, (dict, list)):
         return ObjectProvider.of_value(value)
