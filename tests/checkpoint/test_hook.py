@@ -1,8 +1,11 @@
+import os
+
 import torch
 from torch import nn
 
 import eke.checkpoint.checkpointer
-from eke.checkpoint import Checkpointer, load_tensors
+from eke.checkpoint import Checkpointer, load_tensors, steps
+from eke.errors import InputError
 
 
 def rig(root, **options):
@@ -63,3 +66,25 @@ def test_a_compiled_step_waits_and_is_not_traced_through_the_engine(tmp_path, mo
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
     assert waits == [False, False]
     ck.close()
+
+
+def test_a_forked_child_is_told_and_can_train(tmp_path):
+    """It has neither the engine's threads nor its pool: saving there would wait for ever."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path / "ck", pool="1MiB") as saver:
+        saver.attach(model=model, optimizer=optimizer)
+        saver.save(1)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                optimizer.step()
+                saver.save(2)
+            except InputError as error:
+                code = 0 if "belongs to another process" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        saver.save(3)
+    assert steps(tmp_path / "ck") == [1, 3]

@@ -12,6 +12,7 @@ same order. No background thread ever is in a collective.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 import weakref
@@ -28,6 +29,7 @@ from eke.checkpoint.capture import Captured, capture, tensors_of
 from eke.checkpoint.commit import delete
 from eke.checkpoint.engine import Engine
 from eke.checkpoint.errors import SaveError, reading
+from eke.checkpoint.failures import hear, unheard
 from eke.checkpoint.hook import hook_steps, let_go, wait_for
 from eke.checkpoint.optimizer_state import OptimizerProvider
 from eke.checkpoint.owner import me, new_token
@@ -123,7 +125,7 @@ class Checkpointer:
         self._providers: dict[str, StateProvider] = {}
         self._model: torch.nn.Module | None = None
         self._protected: frozenset[int] = frozenset()
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self._last: Ticket | None = None
         self._saves = 0
         self._previous = Previous(self.root, self._storage)
@@ -232,7 +234,7 @@ class Checkpointer:
         self._engine.wait_for_room()
 
         def note() -> dict[str, Any]:
-            failed = self._unheard()
+            failed = unheard(self._engine)
             if failed is not None or not here.is_main:
                 return {"failed": failed}
             in_flight = self._last is not None and not self._last.final and self._last.step == step
@@ -270,7 +272,7 @@ class Checkpointer:
             per_rank = {name: one.per_rank for name, one in self._providers.items()}
             captured = Captured([], [], look.aliases, look.objects, per_rank, {"data": 1})
             lanes, rest = look.lanes, look.rest
-        self._hear([row["failed"] for row in noted])
+        hear(self._engine, [row["failed"] for row in noted])
         token = noted[0]["token"]
         task = Save(place, ticket, captured, lanes, token, self._protected, rest)
         self._engine.submit(task)
@@ -319,31 +321,7 @@ class Checkpointer:
     def _settle(self, doing: str) -> None:
         """Wait for what is in flight, so that what was saved can be read. A collective."""
         self._engine.drain()
-        self._hear(agree(doing, self._unheard))
-
-    def _unheard(self) -> dict[str, Any] | None:
-        """This rank's oldest failure that nobody has heard of, in JSON for the other ranks."""
-        ticket = self._engine.unheard()
-        if ticket is None:
-            return None
-        return {"serial": ticket.serial, "step": ticket.step, "text": str(ticket.error)}
-
-    def _hear(self, rows: list[Any]) -> None:
-        """Raise the oldest failure that a rank has not heard of, on all ranks and once.
-
-        A failure comes to the ranks at different times: one may still be writing the save of which
-        another knows that it has failed.
-        """
-        told = [(row["serial"], rank, row) for rank, row in enumerate(rows) if row is not None]
-        if not told:
-            return
-        serial, rank, row = min(told, key=lambda one: one[:2])
-        ticket = self._engine.heard(serial)
-        if ticket is not None and ticket.error is not None:
-            raise ticket.error
-        error = SaveError(f"saving step {row['step']} failed on rank {rank}: {row['text']}")
-        error.ticket = ticket
-        raise error
+        hear(self._engine, agree(doing, lambda: unheard(self._engine)))
 
     def protect(self, steps: Iterable[int]) -> None:
         """Keep these steps whatever `keep` says, in place of those that were protected before.
@@ -452,6 +430,13 @@ class Checkpointer:
     def _require_open(self) -> None:
         if self._closed:
             raise InputError("this checkpointer is closed", fix="Make a new one")
+        if os.getpid() != self._pid:
+            raise InputError(
+                "this checkpointer belongs to another process",
+                value=f"made in {self._pid}, used in {os.getpid()}",
+                rule="a forked child has neither its threads nor its pool",
+                fix="Make a new one in this process, with a root of its own",
+            )
 
     def wait(self) -> None:
         """Wait until nothing is in flight and older checkpoints are deleted. Not a collective.
