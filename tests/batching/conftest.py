@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from eke.batching import Ranks
+from eke.batching import Exchange
+from eke.errors import EkeError
 
 
 class TokenDataset:
@@ -34,29 +34,60 @@ class TokenDataset:
         return {"input_ids": ids, "labels": labels, "index": index}
 
 
-class Exchange:
-    """An all-gather among threads, with JSON on the way as between processes."""
+class Meeting:
+    """What the ranks of a `MemoryExchange` share."""
 
-    def __init__(self, size: int) -> None:
-        self._slots = [""] * size
-        self._barrier = threading.Barrier(size, timeout=30)
-
-    def of(self, rank: int) -> Callable[[Any], list[Any]]:
-        def exchange(value: Any) -> list[Any]:
-            self._slots[rank] = json.dumps(value)
-            self._barrier.wait()
-            values = [json.loads(slot) for slot in self._slots]
-            self._barrier.wait()
-            return values
-
-        return exchange
+    def __init__(self, size: int, patience_s: float = 30.0) -> None:
+        self.size, self.patience_s = size, patience_s
+        self.turn = threading.Condition()
+        self.calls: dict[int, dict[int, list[bytes]]] = {}
+        self.left: dict[int, str] = {}
 
 
-def _run_ranks(size: int, run: Callable[[Ranks], Any]) -> list[Any]:
+class MemoryExchange:
+    """A rank's end of an exchange among threads: bytes are copied, as between processes."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self.rank, self.size = meeting, rank, meeting.size
+        self._call = 0
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [one[0] for one in self._all([data])]
+
+    def swap(self, outgoing: Sequence[bytes]) -> list[bytes]:
+        return [one[self.rank] for one in self._all(list(outgoing))]
+
+    def leave(self, why: str) -> None:
+        with self._meeting.turn:
+            self._meeting.left.setdefault(self.rank, why)
+            self._meeting.turn.notify_all()
+
+    def _all(self, mine: list[bytes]) -> list[list[bytes]]:
+        meeting = self._meeting
+        self._call += 1
+        with meeting.turn:
+            if self.rank in meeting.left:
+                raise EkeError("this rank has left")
+            there = meeting.calls.setdefault(self._call, {})
+            there[self.rank] = mine
+            meeting.turn.notify_all()
+            meeting.turn.wait_for(
+                lambda: len(there) == self.size or meeting.left, timeout=meeting.patience_s
+            )
+            if len(there) == self.size:
+                return [there[rank] for rank in range(self.size)]
+            if meeting.left:
+                rank, why = min(meeting.left.items())
+                raise EkeError(f"rank {rank} of {self.size} has left: {why}")
+            late = min(set(range(self.size)) - there.keys())
+            raise EkeError(f"rank {late} of {self.size} kept the others waiting")
+
+
+def _run_ranks(size: int, run: Callable[[MemoryExchange], Any]) -> list[Any]:
     """`run` on every rank; each result in rank order, or the exception that it raised."""
-    exchange = Exchange(size)
+    meeting = Meeting(size)
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, Ranks(r, size, exchange.of(r))) for r in range(size)]
+        futures = [pool.submit(run, MemoryExchange(meeting, r)) for r in range(size)]
     return [future.exception() or future.result() for future in futures]
 
 
@@ -81,5 +112,5 @@ def nothing_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Callable[[int, Callable[[Ranks], Any]], list[Any]]:
+def run_ranks() -> Callable[[int, Callable[[Exchange], Any]], list[Any]]:
     return _run_ranks

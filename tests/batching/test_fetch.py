@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from eke.batching.ahead import Ahead
 from eke.batching.batch import Tokens
 from eke.batching.fetch import SampleFetcher
 from eke.errors import EkeError, InputError
@@ -51,7 +52,7 @@ def test_samples_come_in_the_order_asked_for(
 
 
 @pytest.mark.usefixtures("nothing_leaks")
-def test_what_was_started_is_taken_and_what_was_not_is_dropped(
+def test_takes_of_any_samples_follow_one_another(
     token_dataset: Callable[[list[int]], Any],
 ) -> None:
     dataset = token_dataset(LENGTHS)
@@ -59,11 +60,9 @@ def test_what_was_started_is_taken_and_what_was_not_is_dropped(
     alone = fetcher(dataset)
     first, second, other = list(range(100)), list(range(100, 200)), list(range(150, 250))
     assert plain(fetch.take(first)) == plain(alone.take(first))
-    fetch.start(second)
     assert plain(fetch.take(second)) == plain(alone.take(second))
-    fetch.start(first)
+    assert fetch.take([]) == []
     assert plain(fetch.take(other)) == plain(alone.take(other))
-    fetch.start(first)
     fetch.close()
 
 
@@ -158,17 +157,17 @@ class Dying:
 
 
 @pytest.mark.usefixtures("nothing_leaks")
-@pytest.mark.parametrize("prefetched", [False, True])
-def test_a_killed_worker_is_an_error_where_its_samples_are_taken(prefetched: bool) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_killed_worker_is_an_error_where_its_samples_are_taken(ahead: bool) -> None:
     fetch = fetcher(Dying(), 2)
     fetch.take([1])
     indices = list(range(20))
-    if prefetched:
-        fetch.start(indices)
-        while all(p.status() != psutil.STATUS_ZOMBIE for p in psutil.Process().children()):
-            time.sleep(0.01)  # torch's own handler would raise here, in the middle of a step
+    taking = Ahead(lambda: fetch.take(indices), "test") if ahead else None
+    while taking and all(p.status() != psutil.STATUS_ZOMBIE for p in psutil.Process().children()):
+        if taking.ended(0.01):  # torch's own handler would raise here, in the middle of a step
+            break
     with pytest.raises(EkeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited unexpectedly"):
-        fetch.take(indices)
+        taking.take() if taking else fetch.take(indices)
     assert len(fetch.take([1, 2])) == 2, "new workers replace the old"
     fetch.close()
 
@@ -196,9 +195,8 @@ class Long:
 
 if __name__ == "__main__":
     fetch = SampleFetcher(Long(), limit=None, most=2048, num_workers=2, start_method=sys.argv[1])
-    fetch.start(list(range(2048)))
     fetch.take(list(range(2048)))
-    fetch.start(list(range(2048, 4096)))   # more than their pipes hold, and nobody reads
+    fetch._begin(list(range(2048, 4096)))   # more than their pipes hold, and nobody reads
     time.sleep(2)
     print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
     time.sleep(600)

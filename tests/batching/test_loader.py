@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eke.batching import Block, DynamicLoader, MicroBatch, Ranks
+from eke.batching import Alone, Block, DynamicLoader, Exchange, MicroBatch
 from eke.errors import EkeError, InputError
 
 MakeDataset = Callable[[Sequence[int]], Any]
-RunRanks = Callable[[int, Callable[[Ranks], Any]], list[Any]]
+RunRanks = Callable[[int, Callable[[Exchange], Any]], list[Any]]
 
 LENGTHS = [1 + (i * 29) % 31 for i in range(90)]
 SETTINGS: dict[str, Any] = {"micro_tokens": 40, "per_step": "tokens:120", "window": 16, "seed": 5}
@@ -206,8 +206,8 @@ def test_bad_arguments_are_refused(
 
 
 def all_blocks(run_ranks: RunRanks, size: int, dataset: Any, **settings: Any) -> list[list[Block]]:
-    def run(ranks: Ranks) -> list[Block]:
-        with DynamicLoader(dataset, epochs=1, ranks=ranks, **settings) as loader:
+    def run(exchange: Exchange) -> list[Block]:
+        with DynamicLoader(dataset, epochs=1, exchange=exchange, **settings) as loader:
             return list(loader.blocks())
 
     results = run_ranks(size, run)
@@ -291,7 +291,7 @@ def gradients(model: torch.nn.Module, losses: Sequence[torch.Tensor]) -> list[to
 def test_gradients_equal_those_of_one_big_batch(
     token_dataset: MakeDataset, run_ranks: RunRanks, size: int, per_step: str
 ) -> None:
-    """Ranks with unequal label counts, several micro-batches, and dummies, averaged as DDP does."""
+    """Exchange with unequal label counts, several micro-batches, and dummies, averaged as DDP does."""
     dataset, model = token_dataset(LENGTHS[:41]), CausalModel()
     ranks = all_blocks(run_ranks, size, dataset, **{**SETTINGS, "per_step": per_step})
     dummies = 0
@@ -326,11 +326,11 @@ def test_a_fault_of_one_ranks_dataset_ends_all_in_the_same_round(
 
     delivered = []
 
-    def run(ranks: Ranks) -> None:
-        dataset = (Failing if ranks.rank == 1 else token_dataset)([5] * 60)
-        with DynamicLoader(dataset, ranks=ranks, shuffle=False, **SETTINGS) as loader:
+    def run(exchange: Exchange) -> None:
+        dataset = (Failing if exchange.rank == 1 else token_dataset)([5] * 60)
+        with DynamicLoader(dataset, exchange=exchange, shuffle=False, **SETTINGS) as loader:
             for block in loader.blocks():
-                delivered.append((block.index, ranks.rank))
+                delivered.append((block.index, exchange.rank))
 
     results = run_ranks(2, run)
     assert [type(result) for result in results] == [EkeError, EkeError]
@@ -352,19 +352,19 @@ def test_ranks_with_other_settings_or_another_position_are_refused(
 ) -> None:
     dataset = token_dataset(LENGTHS)
 
-    def other_seed(ranks: Ranks) -> None:
-        next(DynamicLoader(dataset, ranks=ranks, **{**SETTINGS, "seed": ranks.rank}).blocks())
+    def other_seed(exchange: Exchange) -> None:
+        next(DynamicLoader(dataset, exchange=exchange, **{**SETTINGS, "seed": exchange.rank}).blocks())
 
     for result in run_ranks(2, other_seed):
         assert isinstance(result, InputError)
         assert "{'seed': 1}" in str(result)
-    with DynamicLoader(dataset, ranks=Ranks(0, 1, lambda value: [value]), **SETTINGS) as alone:
+    with DynamicLoader(dataset, exchange=Alone(), **SETTINGS) as alone:
         next(alone.blocks())
         state = alone.state_dict()
 
-    def resumed_on_one(ranks: Ranks) -> None:
-        loader = DynamicLoader(dataset, ranks=ranks, **SETTINGS)
-        if ranks.rank == 0:
+    def resumed_on_one(exchange: Exchange) -> None:
+        loader = DynamicLoader(dataset, exchange=exchange, **SETTINGS)
+        if exchange.rank == 0:
             loader.load_state_dict(state)
         next(loader.blocks())
 

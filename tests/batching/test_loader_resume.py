@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eke.batching import Block, DynamicLoader, Ranks
+from eke.batching import Block, DynamicLoader, Exchange
 from eke.errors import EkeError, InputError
 
 MakeDataset = Callable[[Sequence[int]], Any]
-RunRanks = Callable[[int, Callable[[Ranks], Any]], list[Any]]
+RunRanks = Callable[[int, Callable[[Exchange], Any]], list[Any]]
 
 LENGTHS = [(i * 29) % 31 for i in range(60)] + [50, 0, 45]
 SETTINGS: dict[str, Any] = {
@@ -103,8 +103,8 @@ def run_stage(
 ) -> tuple[list[tuple[int, int]], list[int], Any, int]:
     """Some blocks on `size` ranks; delivered uids, samples a block, the state after, and counts."""
 
-    def run(ranks: Ranks) -> Any:
-        with DynamicLoader(dataset, ranks=ranks, **settings) as loader:
+    def run(exchange: Exchange) -> Any:
+        with DynamicLoader(dataset, exchange=exchange, **settings) as loader:
             if state is not None:
                 loader.load_state_dict(state)
             blocks = list(itertools.islice(loader.blocks(), count))
@@ -167,7 +167,7 @@ def test_worlds_2_3_1(token_dataset: MakeDataset, run_ranks: RunRanks) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"seed": 6}, {"window": 13}, {"per_step": "tokens:101"}, {"micro_tokens": 41},
+        {"seed": 6}, {"window": 13}, {"per_step": "tokens:101"}, {"packing": True},
         {"overlength": "skip"}, {"shuffle": False},
     ],
 )  # fmt: skip

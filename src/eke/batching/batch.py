@@ -34,20 +34,32 @@ class Tokens:
     Attributes:
         full_length: tokens before truncation.
         label_tokens: labels that train, after the causal shift.
+        loads: what it takes of each further resource of the cost model.
     """
 
     ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     full_length: int
     label_tokens: int
+    loads: tuple[int, ...] = ()
+
+    def cut(self, limit: int) -> Tokens:
+        """Its first `limit` tokens."""
+        if len(self.ids) <= limit:
+            return self
+        labels = self.labels[:limit]
+        trained = int(np.count_nonzero(labels[1:] != IGNORED))
+        return Tokens(self.ids[:limit], labels, self.full_length, trained, self.loads)
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch(Mapping[str, Tensor]):
     """What one forward and backward pass sees on this rank.
 
-    A mapping of `input_ids`, `labels` and `attention_mask`, each int64 [B, T], padded on the
-    right; pass it to a model as `model(**micro_batch)`. A dummy has no samples and no labels
+    Padded: a mapping of `input_ids`, `labels` and `attention_mask`, each int64 [B, T], padded on
+    the right. Packed: `input_ids`, `labels` and `position_ids`, int64 [1, T], the samples end to
+    end, positions starting at 0 in each; where each begins and the longest are `cu_seqlens` and
+    `max_seqlen`. Pass it to a model as `model(**micro_batch)`. A dummy has no samples and no labels
     that train: it keeps ranks in step, and its loss, of weight 0, touches every parameter.
 
     Attributes:
@@ -71,6 +83,22 @@ class MicroBatch(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    @property
+    def is_packed(self) -> bool:
+        """True if it has no padding."""
+        return "position_ids" in self.tensors
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Where each sample of a packed micro-batch begins, and the end: int32 [samples + 1]."""
+        lengths = self.lengths or [self.tensors["input_ids"].shape[1]]
+        return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest sample's length."""
+        return max(self.lengths, default=self.tensors["input_ids"].shape[1])
 
     @property
     def is_dummy(self) -> bool:
@@ -132,9 +160,16 @@ class Block:
 
 
 def collate(
-    samples: Sequence[Tokens], uids: list[Uid], *, pad_token_id: int, scale: float
+    samples: Sequence[Tokens],
+    uids: list[Uid],
+    *,
+    pad_token_id: int,
+    scale: float,
+    packed: bool = False,
 ) -> MicroBatch:
-    """Pad samples on the right to the longest; without samples, make a dummy."""
+    """Pad samples on the right to the longest, or pack them; without samples, make a dummy."""
+    if packed:
+        return _packed(samples, uids, pad_token_id, scale)
     lengths = [len(sample.ids) for sample in samples]
     shape = (len(samples), max(lengths)) if samples else (1, DUMMY_TOKENS)
     ids_BT = np.full(shape, pad_token_id, dtype=np.int64)
@@ -148,6 +183,30 @@ def collate(
     tensors = {"input_ids": ids_BT, "labels": labels_BT, "attention_mask": mask_BT}
     return MicroBatch(
         {name: torch.from_numpy(array) for name, array in tensors.items()},
+        uids=uids,
+        lengths=lengths,
+        label_tokens=sum(sample.label_tokens for sample in samples),
+        scale=scale if samples else 0.0,
+    )
+
+
+def _packed(
+    samples: Sequence[Tokens], uids: list[Uid], pad_token_id: int, scale: float
+) -> MicroBatch:
+    lengths = [len(sample.ids) for sample in samples]
+    if samples:
+        ids_T = np.concatenate([sample.ids for sample in samples])
+        labels_T = np.concatenate([sample.labels for sample in samples])
+        # What comes before a sample's first token is another sample: it predicts nothing.
+        labels_T[np.cumsum([0, *lengths[:-1]])] = IGNORED
+        positions_T = np.concatenate([np.arange(length) for length in lengths])
+    else:
+        ids_T = np.full(DUMMY_TOKENS, pad_token_id, dtype=np.int64)
+        labels_T = np.full(DUMMY_TOKENS, IGNORED, dtype=np.int64)
+        positions_T = np.arange(DUMMY_TOKENS)
+    tensors = {"input_ids": ids_T, "labels": labels_T, "position_ids": positions_T}
+    return MicroBatch(
+        {name: torch.from_numpy(array[None]) for name, array in tensors.items()},
         uids=uids,
         lengths=lengths,
         label_tokens=sum(sample.label_tokens for sample in samples),

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from eke.batching.batch import IGNORED, Tokens
+from eke.batching.cost import CostModel
 from eke.errors import EkeError, InputError
 
 CHUNK_SAMPLES = 32
@@ -48,13 +49,14 @@ class _Chunk(NamedTuple):
     lengths: list[int]
     full_lengths: list[int]
     label_tokens: list[int]
+    loads: list[tuple[int, ...]]
 
 
 class _ChunkDataset:
     """Item [i, j, ...] is the `_Chunk` of the dataset's items i, j, ..."""
 
-    def __init__(self, dataset: SampleDataset, limit: int | None) -> None:
-        self._dataset, self._limit = dataset, limit
+    def __init__(self, dataset: SampleDataset, limit: int | None, cost: CostModel) -> None:
+        self._dataset, self._limit, self._cost = dataset, limit, cost
 
     def __getitem__(self, indices: list[int]) -> _Chunk:
         samples = [self._sample(index) for index in indices]
@@ -64,12 +66,14 @@ class _ChunkDataset:
             [len(sample.ids) for sample in samples],
             [sample.full_length for sample in samples],
             [sample.label_tokens for sample in samples],
+            [sample.loads for sample in samples],
         )
 
     def _sample(self, index: int) -> Tokens:
         try:
             item = self._dataset[index]
             ids, labels = np.asarray(item["input_ids"]), np.asarray(item["labels"])
+            loads = self._cost.loads_of(item)
         except InputError as error:
             raise InputError(f"sample {index}: {error}") from error
         except Exception as error:
@@ -87,6 +91,7 @@ class _ChunkDataset:
             labels,
             full_length=len(ids),
             label_tokens=int(np.count_nonzero(labels[1:] != IGNORED)),
+            loads=loads,
         )
 
 
@@ -139,37 +144,25 @@ class SampleFetcher:
         most: int,
         num_workers: int,
         start_method: str | None,
+        cost: CostModel | None = None,
     ) -> None:
-        self._dataset = _ChunkDataset(dataset, limit)
+        self._dataset = _ChunkDataset(dataset, limit, cost or CostModel())
         self._num_workers, self._start_method = num_workers, start_method
         self._chunks = _Chunks()
         self._chunks.size = max(1, min(CHUNK_SAMPLES, -(-most // max(1, num_workers))))
         self._ahead = -(-most // (self._chunks.size * max(1, num_workers)))
         self._loader: DataLoader[_Chunk] | None = None
         self._pass: Iterator[_Chunk] | None = None
-        self._failure: Exception | None = None
-
-    def start(self, indices: list[int]) -> None:
-        """Begin to fetch in the workers; a failure shows at the next `take`."""
-        if not self._num_workers or self._loader is None:
-            return
-        try:
-            self._begin(indices)
-        except (RuntimeError, OSError) as error:
-            self._failure = error
 
     def take(self, indices: list[int]) -> list[Tokens]:
-        """The samples at `indices`, prefetched if `start` was called with the same.
+        """The samples at `indices`.
 
         Raises:
             InputError: a sample is malformed, or the dataset raised one.
             EkeError: the dataset raised something else, or a worker died.
         """
         try:
-            if self._failure is not None:
-                raise self._failure
-            if self._pass is None or self._chunks.indices != indices:
-                self._begin(indices)
+            self._begin(indices)
             if self._pass is None:
                 return []
             samples = [sample for chunk in self._pass for sample in _unpack(chunk)]
@@ -192,7 +185,13 @@ class SampleFetcher:
     def close(self) -> None:
         """End the workers; harmless when there are none."""
         # torch ends them when the last reference to its iterator goes.
-        self._pass = self._loader = self._failure = None
+        self._pass = self._loader = None
+
+    def kill(self) -> None:
+        """End the workers at once; a `take` in another thread then fails."""
+        workers = getattr(self._pass, "_workers", [])
+        for worker in workers:
+            worker.kill()
 
     def _begin(self, indices: list[int]) -> None:
         self._chunks.indices = list(indices)
@@ -240,9 +239,10 @@ def _message(error: Exception) -> str:
 
 def _unpack(chunk: _Chunk) -> Iterator[Tokens]:
     start = 0
-    for length, full_length, label_tokens in zip(
-        chunk.lengths, chunk.full_lengths, chunk.label_tokens, strict=True
+    for length, full_length, label_tokens, loads in zip(
+        chunk.lengths, chunk.full_lengths, chunk.label_tokens, chunk.loads, strict=True
     ):
         stop = start + length
-        yield Tokens(chunk.ids[start:stop], chunk.labels[start:stop], full_length, label_tokens)
+        ids, labels = chunk.ids[start:stop], chunk.labels[start:stop]
+        yield Tokens(ids, labels, full_length, label_tokens, loads)
         start = stop

@@ -1,8 +1,8 @@
 """The loader: each rank fetches its share of a window, all plan it alike, each trains its part.
 
 One round: every rank fetches its share of the next window, the ranks exchange lengths and label
-counts (integers, once a window), and every rank computes the same plan for all. The next window
-is fetched by the workers while this one trains.
+counts (whole numbers, once a window), and every rank computes the same plan for all. With workers,
+the next round is made in a thread while this one trains.
 
 Properties: every rank gets the same number of blocks and of micro-batches; every sample that is
 not dropped by a stated policy is delivered exactly once an epoch; a loader that loads a state
@@ -12,22 +12,28 @@ that were left on any other number; what fails on one rank is raised on all, in 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, get_args
 
+from eke.batching.ahead import Ahead
 from eke.batching.batch import Block, MicroBatch, Tokens, collate
+from eke.batching.cost import CostModel
+from eke.batching.exchange import Exchange, exchange_of_job
 from eke.batching.fetch import SampleDataset, SampleFetcher
 from eke.batching.order import Order, Place
-from eke.batching.planner import BlockPlan, PerStep, Sample, plan_window
-from eke.batching.ranks import Ranks
+from eke.batching.planner import BlockPlan, PerStep, Rules
+from eke.batching.round_maker import Round, RoundMaker
 from eke.batching.state import Counts, Progress, progress_of
-from eke.batching.triage import Overlength, Triage
+from eke.batching.triage import Overlength
+from eke.budget.units import parse_duration
 from eke.errors import EkeError, InputError
+
+CLOSE_S = 10.0
+"""How long `close` waits for workers in the middle of a sample before it ends them."""
 
 
 @dataclass
@@ -37,9 +43,12 @@ class LoaderStats:
     Tokens and samples are of all ranks; `micro_batches`, `dummies` and seconds are this rank's.
 
     Attributes:
+        padded_tokens: real tokens, padding and dummies.
         paced_tokens: padded tokens if every rank had the slowest rank's of each micro-step.
-        exchange_s: in the exchange of lengths, mostly waiting for other ranks.
-        wait_s: waiting for this rank's samples.
+        capacity_tokens: what all micro-batches could have held.
+        fetch_s, exchange_s, plan_s: of making rounds, partly while others trained: waiting for
+            samples, for other ranks, and planning.
+        wait_s: how long training waited for a round.
     """
 
     blocks: int = 0
@@ -48,9 +57,12 @@ class LoaderStats:
     tokens: int = 0
     padded_tokens: int = 0
     paced_tokens: int = 0
+    capacity_tokens: int = 0
     micro_batches: int = 0
     dummies: int = 0
+    fetch_s: float = 0.0
     exchange_s: float = 0.0
+    plan_s: float = 0.0
     wait_s: float = 0.0
     counts: Counts = field(default_factory=Counts)
 
@@ -64,15 +76,23 @@ class LoaderStats:
         """Real tokens over `paced_tokens`: 1 without padding and with balanced ranks."""
         return self.tokens / self.paced_tokens if self.paced_tokens else 1.0
 
+    @property
+    def fill(self) -> float:
+        """Real tokens over `capacity_tokens`."""
+        return self.tokens / self.capacity_tokens if self.capacity_tokens else 1.0
+
 
 class DynamicLoader:
-    """Forms micro-batches under a hard cap on their padded tokens, aligned over ranks.
+    """Forms micro-batches under a hard cap on their tokens, aligned over ranks.
+
+    With several ranks, building, iterating, `load_state_dict` and `lower_cap` are collectives,
+    called on all ranks in the same order; `stop` and `close` are not.
 
     Args:
         dataset: map-style, the whole dataset on every rank; item i is a mapping with `input_ids`
             and `labels` (integers [T]) and always the same. Its `fingerprint`, if it is a
             string, must agree when a state is loaded. Items of no tokens are dropped and counted.
-        micro_tokens: most padded tokens of one micro-batch.
+        micro_tokens: most tokens of one micro-batch, padding included.
         per_step: what an optimizer step consumes over all ranks: `tokens:N` (about N) or
             `samples:N` (exactly N, but for the last step of an epoch).
         window: samples that each rank looks ahead. A round takes more windows if one is less
@@ -82,7 +102,12 @@ class DynamicLoader:
             micro-batch of its own; each counted in `stats.counts`.
         shuffle: a new order each epoch, from `seed`; else the dataset's order.
         epochs: end after so many epochs; `None` never ends.
-        ranks: how to reach the other ranks; by default those of the torch.distributed job.
+        packing: micro-batches without padding, samples end to end in one row.
+        wait_rounds: how many rounds a sample may wait for one that it fills better, 0 or 1; only
+            where `per_step` counts tokens.
+        cost: how long a micro-batch takes, and what else than tokens is capped.
+        patience: how long a rank may keep the others waiting, "10m" for example.
+        exchange: how to reach the other ranks; by default those of the torch.distributed job.
 
     Raises:
         InputError: an argument is out of its range, or the ranks cannot be reached.
@@ -102,7 +127,11 @@ class DynamicLoader:
         shuffle: bool = True,
         start_method: str | None = None,
         epochs: int | None = None,
-        ranks: Ranks | None = None,
+        packing: bool = False,
+        wait_rounds: int = 1,
+        cost: CostModel | None = None,
+        patience: float | str = "10m",
+        exchange: Exchange | None = None,
     ) -> None:
         _check_at_least("micro_tokens", micro_tokens, 2)
         _check_at_least("window", window, 1)
@@ -113,10 +142,12 @@ class DynamicLoader:
         if overlength not in get_args(Overlength):
             rule = f"it is one of {', '.join(get_args(Overlength))}"
             raise InputError("overlength is not a known policy", value=overlength, rule=rule)
-        self._per_step = PerStep.parse(per_step)
-        self._ranks = ranks or Ranks.of_job()
-        self._micro_tokens, self._overlength = micro_tokens, overlength
-        self._pad_token_id, self._epochs = pad_token_id, epochs
+        if wait_rounds not in (0, 1):
+            raise InputError("wait_rounds is wrong", value=wait_rounds, rule="it is 0 or 1")
+        patience_s = parse_duration(patience, "the loader's patience")
+        rules = Rules(
+            micro_tokens, PerStep.parse(per_step), cost or CostModel(), packing, wait_rounds
+        )
         samples = len(dataset)
         if samples == 0:
             raise InputError("the dataset has no samples", fix="Check the data's files and filters")
@@ -131,22 +162,40 @@ class DynamicLoader:
             "overlength": overlength,
             "shuffle": shuffle,
         }
+        self._config |= {"packing": packing, "wait_rounds": wait_rounds, "cost": rules.cost.name()}
+        self._micro_tokens, self._overlength = micro_tokens, overlength
+        self._pad_token_id, self._epochs = pad_token_id, epochs
+        self._exchange = exchange or exchange_of_job(patience_s)
+        self._rank, self._size = self._exchange.rank, self._exchange.size
         self._order = Order(samples, seed, shuffle)
-        self._round_samples = window * self._ranks.size
-        if self._per_step.unit == "samples":
+        round_samples = window * self._size
+        if rules.per_step.unit == "samples":
             # Whole steps, so that a round leaves nothing over unless it drops samples.
-            n = self._per_step.amount
-            self._round_samples = max(1, self._round_samples // n) * n
+            n = rules.per_step.amount
+            round_samples = max(1, round_samples // n) * n
         self._fetcher = SampleFetcher(
             dataset,
             limit=micro_tokens if overlength == "truncate" else None,
-            most=-(-self._round_samples // self._ranks.size),
+            most=-(-round_samples // self._size),
             num_workers=num_workers,
             start_method=start_method,
+            cost=rules.cost,
+        )
+        self._maker = RoundMaker(
+            self._exchange,
+            self._fetcher,
+            self._order,
+            rules,
+            overlength,
+            round_samples,
+            self._config,
         )
         self._stats = LoaderStats()
         self._closed = False
-        self._go_to(Progress(Place(), 0, self._ranks.size, Counts()))
+        self._wish = self.stopped = ""
+        self._ahead: Ahead[Round] | None = None
+        self._thread_ahead = num_workers > 0
+        self._go_to(Progress(Place(), 0, self._size, micro_tokens, Counts()))
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -183,7 +232,41 @@ class DynamicLoader:
             InputError: the state was saved with other settings or is damaged; names which.
         """
         progress = progress_of(state, self._config, self._order.n)
-        self._go_to(progress.reshard(self._order, self._ranks.size))
+        lowered = state["config"].get("micro_tokens") == self._micro_tokens
+        cap = progress.micro_tokens if lowered else self._micro_tokens
+        self._drop_ahead()
+        self._wish = self.stopped = ""
+        self._go_to(progress.move_to(self._order, self._size, cap))
+
+    @property
+    def micro_tokens(self) -> int:
+        """The cap that the next block is planned under."""
+        return self._progress.micro_tokens
+
+    def lower_cap(self, micro_tokens: int) -> None:
+        """Take back the last block that was given, as if it never had been, and plan what is left
+        under a lower cap: after running out of memory. Every rank calls it at the same step.
+
+        Raises:
+            InputError: the cap is not lower, or too low.
+        """
+        _check_at_least("micro_tokens", micro_tokens, 2)
+        if micro_tokens >= self._progress.micro_tokens:
+            raise InputError(
+                "a cap can only be lowered",
+                value=micro_tokens,
+                rule=f"below {self._progress.micro_tokens}",
+            )
+        self._drop_ahead()
+        self._go_to(self._before.move_to(self._order, self._size, micro_tokens))
+
+    def stop(self, why: str) -> None:
+        """Wish that all ranks stop: they do so together, at the end of the round that is made next.
+
+        `blocks` then ends on every rank after the same step, and `stopped` says why. Not a
+        collective.
+        """
+        self._wish = why or "stopped"
 
     @property
     def stats(self) -> LoaderStats:
@@ -192,8 +275,16 @@ class DynamicLoader:
         return replace(self._stats, blocks=self._progress.block, counts=counts)
 
     def close(self) -> None:
-        """End the workers; the loader gives no more blocks. Harmless when repeated."""
+        """End workers and threads; the loader gives no more blocks. Harmless when repeated.
+
+        Not a collective: ranks that ask for another round learn that this one has left.
+        """
         self._closed = True
+        self._exchange.leave("it closed its loader")
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not ahead.ended(CLOSE_S):
+            self._fetcher.kill()
+            ahead.ended(CLOSE_S)
         self._fetcher.close()
         self._queue.clear()
         self._samples.clear()
@@ -213,37 +304,37 @@ class DynamicLoader:
 
     def _go_to(self, progress: Progress) -> None:
         """Stand at `progress`; its round is fetched and planned again when a block is asked for."""
-        self._progress = progress
+        self._progress = self._before = progress
         self._queue: deque[BlockPlan] = deque()
         self._samples: dict[int, Tokens] = {}
-        # The round in progress: where it stood before its first block, and where the next begins.
-        self._round, self._after = progress, progress.place
-        self._overlong: set[int] = set()
+        self._round: Round | None = None
 
     def _next_block(self, end_epoch: int | None, *, whole: bool) -> Block | None:
         """The next block, or its first micro-step alone; None at the end of `end_epoch` epochs."""
         if self._closed:
             raise EkeError("the loader is closed", fix="Build a new one and load the state into it")
         while not self._queue:
-            if end_epoch is not None and self._progress.place.epoch >= end_epoch:
+            if self.stopped or (end_epoch is not None and self._progress.place.epoch >= end_epoch):
                 return None
-            self._plan_round()
+            self._begin_round(end_epoch)
+        assert self._round is not None
         plan = self._queue.popleft()
         if not whole:
             plan, rest = plan.first_step()
             if rest.steps:
                 self._queue.appendleft(rest)
         samples = plan.samples()
+        epoch = self._progress.place.epoch
         self._advance(plan)
         label_tokens = sum(sample.label_tokens for sample in samples)
-        scale = self._ranks.size / label_tokens if label_tokens else 0.0
-        epoch = self._round.place.epoch
+        scale = self._size / label_tokens if label_tokens else 0.0
         micro_batches = tuple(
             collate(
-                [self._samples.pop(sample.index) for sample in step[self._ranks.rank]],
-                [(epoch, sample.index) for sample in step[self._ranks.rank]],
+                [self._samples.pop(sample.index) for sample in step[self._rank]],
+                [(epoch, sample.index) for sample in step[self._rank]],
                 pad_token_id=self._pad_token_id,
                 scale=scale,
+                packed=plan.rules.packed,
             )
             for step in plan.steps
         )
@@ -255,132 +346,81 @@ class DynamicLoader:
             index=self._progress.block - 1,
             lengths=[sample.length for sample in samples],
             shapes=plan.shapes(),
-            padded_tokens=plan.padded_tokens(),
+            padded_tokens=plan.occupied_tokens(),
             label_tokens=label_tokens,
             position=self.state_dict(),
         )
 
     def _advance(self, plan: BlockPlan) -> None:
         """Count `plan` as delivered."""
-        samples = plan.samples()
-        before = self._progress if self._progress.delivered else self._round
+        assert self._round is not None
+        samples, before = plan.samples(), self._progress
         counts = replace(before.counts)
-        overlong = sum(sample.index in self._overlong for sample in samples)
+        overlong = sum(sample.index in self._round.overlong for sample in samples)
         if self._overlength == "truncate":
             counts.truncated += overlong
         elif self._overlength == "solo":
             counts.solo += overlong
-        block = before.block + 1
+        self._before = before
         if self._queue:
             delivered = (*before.delivered, *plan.indices())
-            self._progress = replace(before, block=block, counts=counts, delivered=delivered)
+            self._progress = replace(
+                before, block=before.block + 1, counts=counts, delivered=delivered
+            )
         else:
-            self._progress = Progress(self._after, block, self._ranks.size, counts)
-        self._stats.samples += len(samples)
-        self._stats.tokens += sum(sample.length for sample in samples)
-        self._stats.padded_tokens += plan.padded_tokens()
-        self._stats.paced_tokens += plan.paced_tokens()
+            self._progress = self._after_round(before.block + 1, counts)
+        stats = self._stats
+        stats.samples += len(samples)
+        stats.tokens += sum(sample.length for sample in samples)
+        stats.padded_tokens += plan.occupied_tokens()
+        stats.paced_tokens += plan.paced_tokens()
+        stats.capacity_tokens += len(plan.steps) * self._size * plan.rules.micro_tokens
+
+    def _after_round(self, block: int, counts: Counts) -> Progress:
+        assert self._round is not None
+        cap, waiting = self._progress.micro_tokens, self._round.waiting
+        waiting = waiting if any(waiting) else ()
+        return Progress(self._round.after, block, self._size, cap, counts, waiting)
 
     # ------------------------------------------------------------------ one round
 
-    def _plan_round(self) -> None:
-        """Fetch, exchange and plan the round at `self._progress`, less what of it is delivered."""
-        start, size = self._progress, self._ranks.size
-        after, taken = start.place, list[int]()
-        self._samples.clear()
-        triage = Triage(self._micro_tokens, self._overlength, [[] for _ in range(size)])
-        while triage.filled(self._per_step) < self._per_step.amount:
-            if self._order.is_exhausted(after):
-                break
-            indices, after = self._order.window(after, self._round_samples)
-            taken += indices
-            for position, sample in enumerate(self._exchange(indices)):
-                triage.add(position % size, sample)
-        plans = plan_window(
-            triage.shares,
-            micro_tokens=self._micro_tokens,
-            per_step=self._per_step,
-            world_size=size,
-            rng_seed=self._rng_seed(start.place),
-        )
-        if self._order.is_exhausted(after):
-            after = Place(after.epoch + 1)
-        elif self._per_step.unit == "samples" and len(plans[-1].samples()) < self._per_step.amount:
-            # Dropped samples left the last step short: its samples open the next round.
-            short = set(plans.pop().indices())
-            rest = tuple(index for index in taken if index in short)
-            after = Place(after.epoch, after.cursor, rest + after.pending)
-        if not plans and start.place == Place(start.place.epoch):
-            raise InputError(
-                f"no sample of the dataset is usable: {len(triage.empty)} have no tokens, "
-                f"{len(triage.skipped)} are longer than micro_tokens = {self._micro_tokens}",
-                fix="Check the data, raise micro_tokens, or set overlength to 'truncate'",
-            )
-        counts = replace(start.counts)
-        counts.empty += len(triage.empty)
-        counts.skipped += len(triage.skipped)
-        dropped = (*triage.empty, *triage.skipped)
-        self._round = Progress(
-            start.place, start.block, size, counts, taken=len(taken), dropped=dropped
-        )
-        self._after, self._overlong = after, triage.overlong
-        self._queue = _undelivered(plans, start.delivered)
-        self._stats.rounds += 1
+    def _begin_round(self, end_epoch: int | None) -> None:
+        """Take the next round, and begin to make the one after it."""
+        kept = {} if self._round is None else self._round.samples
+        began = time.perf_counter()
+        ahead, self._ahead = self._ahead, None
+        made = ahead.take() if ahead is not None else self._make(self._progress, kept)
+        stats = self._stats
+        stats.wait_s += time.perf_counter() - began
+        stats.fetch_s += made.fetch_s
+        stats.exchange_s += made.exchange_s
+        stats.plan_s += made.plan_s
+        if made.stop:
+            self.stopped = made.stop
+            return
+        stats.rounds += 1
+        # A round that was made ahead knew neither how many blocks this one would be delivered in
+        # nor what of it was cut.
+        counts = made.counted(self._progress.counts)
+        self._progress = replace(made.progress, block=self._progress.block, counts=counts)
+        self._round = made
+        self._queue, self._samples = deque(made.plans), made.samples
+        after = self._after_round(self._progress.block + len(made.plans), counts)
         if not self._queue:
-            self._progress = Progress(after, start.block, size, counts)
-        if self._epochs is None or after.epoch < self._epochs:
-            ahead, _ = self._order.window(after, self._round_samples)
-            self._fetcher.start(ahead[self._ranks.rank :: size])
+            self._progress = after
+        if self._thread_ahead and (end_epoch is None or after.place.epoch < end_epoch):
+            # What waits is this rank's still; what trains is taken out as it is delivered.
+            kept = {i: made.samples[i] for one in after.waiting for i in one if i in made.samples}
+            self._ahead = Ahead(lambda: self._make(after, kept), "eke-round")
 
-    def _exchange(self, indices: list[int]) -> list[Sample]:
-        """Fetch this rank's share of `indices`; all their sizes, with lengths before truncation."""
-        rank, size = self._ranks.rank, self._ranks.size
-        mine = indices[rank::size]
-        at, block = self._progress.place, self._progress.block
-        position = [block, at.epoch, at.cursor, len(at.pending), len(self._progress.delivered)]
-        header = {**self._config, "position": position}
-        begin = time.perf_counter()
-        try:
-            fetched = self._fetcher.take(mine)
-        except EkeError as error:
-            self._ranks.agree(header, {}, error)
-            raise
-        self._samples.update(zip(mine, fetched, strict=True))
-        sizes = [(tokens.full_length, tokens.label_tokens) for tokens in fetched]
-        middle = time.perf_counter()
-        replies = self._ranks.agree(header, {"sizes": sizes})
-        self._stats.wait_s += middle - begin
-        self._stats.exchange_s += time.perf_counter() - middle
-        return [
-            Sample(index, *replies[i % size]["sizes"][i // size]) for i, index in enumerate(indices)
-        ]
+    def _make(self, start: Progress, kept: dict[int, Tokens]) -> Round:
+        return self._maker.make(start, kept, self._wish)
 
-    def _rng_seed(self, place: Place) -> int:
-        name = f"{self._config['seed']}/{place.epoch}/{place.cursor}/{len(place.pending)}"
-        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-
-
-def _undelivered(plans: list[BlockPlan], delivered: Sequence[int]) -> deque[BlockPlan]:
-    """What is left of a round's plan after the samples at its front that were delivered.
-
-    Raises:
-        EkeError: the plan does not begin with them, so the dataset gives other samples now.
-    """
-    queue, left = deque(plans), tuple(delivered)
-    while left:
-        plan = queue.popleft() if queue else BlockPlan(())
-        if len(plan.samples()) > len(left):
-            plan, rest = plan.first_step()
-            queue.appendleft(rest)
-        indices = tuple(plan.indices())
-        if not indices or indices != left[: len(indices)]:
-            raise EkeError(
-                "the dataset no longer gives the samples that the loader's state was saved with",
-                rule="item i must be the same whenever it is asked for",
-                fix="Resume with the data and the pipeline of the saved run, or start a new run",
-            )
-        left = left[len(indices) :]
-    return queue
+    def _drop_ahead(self) -> None:
+        """Let a round that is being made come to its end, on all ranks, and forget it."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.take()
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:

@@ -1,8 +1,11 @@
 """What a loader's state holds, and whether a state fits a loader; pure functions over JSON values.
 
-A state names the round in progress (its place, how many samples it took, which of them were
-delivered or dropped, for how many ranks it was planned) and the configuration that the order of
-the samples depends on. It is the same on every rank.
+A state names the round in progress (where it began, how many samples it took, which of them were
+delivered or dropped, for how many ranks and under which cap it was planned) and the configuration
+that the order of the samples depends on. It is the same on every rank.
+
+Property: whatever the number of ranks and the cap that a state is loaded for, the samples that are
+delivered, dropped or still to come are each sample of the epoch exactly once.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 from eke.batching.order import Order, Place
 from eke.errors import InputError
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
@@ -32,6 +35,8 @@ class Progress:
     """Where a loader stands: `block` blocks delivered, the last in the round that began at `place`.
 
     Attributes:
+        micro_tokens: the cap that the round was planned under.
+        waiting: of each rank, the indices that waited when the round began.
         taken: samples that the round took from the order; 0 at the start of a round.
         delivered: their indices so far, in order of delivery.
         dropped: indices that the round dropped; counted in `counts`.
@@ -40,7 +45,9 @@ class Progress:
     place: Place
     block: int
     world_size: int
+    micro_tokens: int
     counts: Counts
+    waiting: tuple[tuple[int, ...], ...] = ()
     taken: int = 0
     delivered: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
@@ -51,6 +58,8 @@ class Progress:
             "version": VERSION,
             "config": dict(config),
             "world_size": self.world_size,
+            "micro_tokens": self.micro_tokens,
+            "waiting": [list(one) for one in self.waiting],
             "epoch": self.place.epoch,
             "cursor": self.place.cursor,
             "pending": list(self.place.pending),
@@ -61,18 +70,19 @@ class Progress:
             "counts": vars(self.counts).copy(),
         }
 
-    def reshard(self, order: Order, world_size: int) -> Progress:
-        """The same progress for another number of ranks, at the start of a round.
+    def move_to(self, order: Order, world_size: int, micro_tokens: int) -> Progress:
+        """The same progress for so many ranks and this cap.
 
-        What is left of the round goes first, so that every sample is still seen exactly once.
+        If either is another, the round ends here: what is left of it goes first in the next one.
         """
-        if self.world_size == world_size:
+        if self.world_size == world_size and self.micro_tokens == micro_tokens:
             return self
         indices, after = order.window(self.place, self.taken)
         done = {*self.delivered, *self.dropped}
-        rest = tuple(index for index in indices if index not in done)
+        own = [index for one in self.waiting for index in one]
+        rest = tuple(index for index in (*own, *indices) if index not in done)
         place = Place(after.epoch, after.cursor, rest + after.pending)
-        return Progress(place, self.block, world_size, self.counts)
+        return Progress(place, self.block, world_size, micro_tokens, self.counts)
 
 
 def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: int) -> Progress:
@@ -90,7 +100,8 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
             fix="Resume with the version of eke that wrote the checkpoint",
         )
     saved = state.get("config", {})
-    differing = [key for key in config if saved.get(key) != config[key]]
+    # The cap is no part of what the order depends on: a round under another one is planned anew.
+    differing = [k for k in config if k != "micro_tokens" and saved.get(k) != config[k]]
     if differing:
         raise InputError(
             f"the loader's state was saved with other settings: {', '.join(differing)}",
@@ -103,6 +114,8 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
             Place(int(state["epoch"]), int(state["cursor"]), tuple(map(int, state["pending"]))),
             block=int(state["block"]),
             world_size=int(state["world_size"]),
+            micro_tokens=int(state["micro_tokens"]),
+            waiting=tuple(tuple(map(int, one)) for one in state["waiting"]),
             counts=Counts(**{f.name: int(state["counts"][f.name]) for f in fields(Counts)}),
             taken=int(state["taken"]),
             delivered=tuple(map(int, state["delivered"])),
@@ -111,7 +124,8 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(f"{type(error).__name__}: {error}") from error
     place = progress.place
-    done = [*place.pending, *progress.delivered, *progress.dropped]
+    own = [index for one in progress.waiting for index in one]
+    done = [*place.pending, *own, *progress.delivered, *progress.dropped]
     if not (place.epoch >= 0 and 0 <= place.cursor <= samples and progress.world_size > 0):
         raise _damaged(f"epoch {place.epoch}, cursor {place.cursor}")
     if any(not 0 <= index < samples for index in done):

@@ -1,6 +1,7 @@
 """The only user of `torch.distributed`: the job's ranks, small objects between them, and tensors
 that are spread over them."""
 
+from eke.distributed.channel import Channel
 from eke.distributed.keyvalue import Store
 from eke.distributed.sharding import (
     Box,
@@ -27,6 +28,7 @@ from eke.distributed.world import (
 
 __all__ = [
     "Box",
+    "Channel",
     "Part",
     "Store",
     "World",
