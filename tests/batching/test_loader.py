@@ -353,7 +353,11 @@ def test_ranks_with_other_settings_or_another_position_are_refused(
     dataset = token_dataset(LENGTHS)
 
     def other_seed(exchange: Exchange) -> None:
-        next(DynamicLoader(dataset, exchange=exchange, **{**SETTINGS, "seed": exchange.rank}).blocks())
+        next(
+            DynamicLoader(
+                dataset, exchange=exchange, **{**SETTINGS, "seed": exchange.rank}
+            ).blocks()
+        )
 
     for result in run_ranks(2, other_seed):
         assert isinstance(result, InputError)

@@ -12,7 +12,9 @@ from eke.batching.state import Counts, Progress, progress_of
 from eke.errors import InputError
 
 CONFIG = {"seed": 3, "window": 8, "per_step": "samples:4"}
-PROGRESS = Progress(Place(2, 20, (1, 5)), 17, 2, Counts(1, 2, 3, 4), 12, (7, 8), (9,))
+PROGRESS = Progress(
+    Place(2, 20, (1, 5)), 17, 2, 64, Counts(1, 2, 3, 4), ((6,), (2, 3)), 12, (7, 8), (9,)
+)
 
 
 def test_a_state_survives_json() -> None:
@@ -30,7 +32,7 @@ def test_other_settings_are_refused_by_name(key: str) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"version": 2},
+        {"version": 1},
         {"version": None},
         {"epoch": -1},
         {"cursor": 31},
@@ -64,8 +66,8 @@ def test_another_number_of_ranks_is_left_exactly_the_rest(
     place = Place(0, min(cursor, n), tuple(whole[: min(cursor, n) : 3]))
     before = order.window(place, n)[0]
     gone = order.window(place, taken)[0][:done]
-    progress = Progress(place, 5, 2, Counts(), taken, tuple(gone[1:]), tuple(gone[:1]))
-    assert progress.reshard(order, 2) == progress
-    other = progress.reshard(order, 3)
+    progress = Progress(place, 5, 2, 64, Counts(), (), taken, tuple(gone[1:]), tuple(gone[:1]))
+    assert progress.move_to(order, 2, 64) == progress
+    other = progress.move_to(order, 3, 64)
     assert (other.world_size, other.taken, other.block) == (3, 0, 5)
     assert order.window(other.place, n)[0] == [i for i in before if i not in gone]
