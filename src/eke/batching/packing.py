@@ -12,12 +12,14 @@ as samples.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
 
 
 def pack(
     lengths: Sequence[int],
     times: Sequence[int],
+    numbers: Iterable[int],
     k: int,
     tokens: int,
     loads: Sequence[Sequence[int]] = (),
@@ -28,6 +30,7 @@ def pack(
     Args:
         lengths: of each sample, in tokens.
         times: how long each takes.
+        numbers: which of them to pack.
         loads: what each takes of every other resource; empty if there is none.
 
     Returns:
@@ -40,7 +43,7 @@ def pack(
     left: list[int] = []
     busy = [(0, at) for at in range(k)]  # a heap: the least busy first
     none: tuple[int, ...] = ()
-    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    for number in sorted(numbers, key=lengths.__getitem__, reverse=True):
         length = lengths[number]
         load = loads[number] if loads else none
         time, at = busy[0]
@@ -59,6 +62,46 @@ def pack(
         if load:
             rooms[at] = [have - take for take, have in zip(load, rooms[at], strict=True)]
     return bins, left
+
+
+def fill(
+    bins: list[list[int]], spare: Iterable[int], lengths: Sequence[int], tokens: int, must: int
+) -> list[int]:
+    """Use the room that is left in micro-batches, by samples that could also wait.
+
+    What fits is added; then one sample of a micro-batch is exchanged for a longer spare one, that
+    which leaves the least room.
+
+    Args:
+        bins: the numbers of the samples in each micro-batch; changed in place.
+        spare: the numbers of those in none.
+        tokens: the most of a micro-batch.
+        must: samples of lower numbers are in one already, and may not leave it.
+
+    Returns:
+        The numbers of those that are in none now.
+    """
+    waiting = sorted((lengths[number], number) for number in spare)
+    no_number = len(lengths)
+    for one in bins:
+        room = tokens - sum([lengths[number] for number in one])
+        while waiting and waiting[0][0] <= room:
+            length, number = waiting.pop(bisect_right(waiting, (room, no_number)) - 1)
+            one.append(number)
+            room -= length
+        gain, place, taken = 0, -1, -1
+        for at, number in enumerate(one if room > 0 and waiting else ()):
+            if number < must:
+                continue
+            length = lengths[number]
+            found = bisect_right(waiting, (length + room, no_number)) - 1
+            if found >= 0 and waiting[found][0] - length > gain:
+                gain, place, taken = waiting[found][0] - length, at, found
+        if gain:
+            number, one[place] = one[place], waiting.pop(taken)[1]
+            insort(waiting, (lengths[number], number))
+        one.sort(key=lambda number: -lengths[number])
+    return [number for _, number in waiting]
 
 
 def _within(loads: Sequence[int], rooms: Sequence[int]) -> bool:

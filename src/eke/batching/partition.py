@@ -6,16 +6,23 @@ its first sample's. Under hard caps a stretch that starts at a sample has a furt
 
 Properties: `fewest` is the least number of stretches that respect the caps; `cut` is, among all
 ways to cut into at most k stretches, one whose costliest stretch is cheapest; no stretch passes
-its reach, and every sample is in one.
+its reach, and every sample is in one; `level` keeps to both, needs no more micro-steps than it
+was given, and they never take longer in all.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+
+from eke.batching.cost import Integers
+
+_FINE = 32
+"""A micro-step's length is sought to one part in so many."""
 
 
 class Sorted(NamedTuple):
@@ -32,26 +39,25 @@ class Sorted(NamedTuple):
     reach: list[int]
 
 
-def reach_of(
-    lengths: Sequence[int], tokens: int, loads: Sequence[Sequence[int]], caps: Sequence[int]
-) -> list[int]:
+def reach_of(lengths: Integers, tokens: int, loads: Integers, caps: Sequence[int]) -> list[int]:
     """The end of the longest stretch from each sample of falling `lengths` that fits.
 
     What does not fit alone has a stretch of its own.
 
     Args:
+        lengths: of n samples, in tokens `[n]`.
         tokens: most padded tokens.
-        loads: of each further resource, what each sample takes.
+        loads: what each sample takes of each further resource `[n, len(caps)]`.
         caps: the most of each resource.
     """
     n = len(lengths)
-    ends = [min(n, at + max(1, tokens // length)) for at, length in enumerate(lengths)]
-    for amounts, cap in zip(loads, caps, strict=True):
-        total = [0, *accumulate(amounts)]
-        for at in range(n):
-            fits = bisect_right(total, total[at] + cap, at + 1) - 1
-            ends[at] = max(at + 1, min(ends[at], fits))
-    return ends
+    ends = np.arange(n) + np.maximum(1, tokens // lengths)
+    for column, cap in enumerate(caps):
+        total = np.cumsum(loads[:, column])
+        before = total - loads[:, column]
+        ends = np.minimum(ends, np.searchsorted(total, before + cap, side="right"))
+    found: list[int] = np.clip(ends, np.arange(1, n + 1), n).tolist()
+    return found
 
 
 def fewest(samples: Sorted) -> int:
@@ -88,7 +94,12 @@ def cut(samples: Sorted, k: int) -> list[tuple[int, int]]:
     extra = samples.loads[-1] if samples.loads else 0
     low = samples.weights[0] if not extra else max(cost(samples, at, at + 1) for at in range(n))
     low = max(low, -(-(sum(samples.weights) + extra) // k))
-    high = max(low, n * samples.weights[0] + extra)
+    # It is seldom far above this bound, so look near it before bisecting.
+    pace = max(1, low >> 6)
+    while not _fits(samples, low + pace, k):
+        low += pace + 1
+        pace *= 2
+    high = low + pace
     while low < high:
         middle = (low + high) // 2
         if _fits(samples, middle, k):
@@ -101,6 +112,82 @@ def cut(samples: Sorted, k: int) -> list[tuple[int, int]]:
         starts.append(at)
         at = _end(samples, at, low)
     return _split([*pairwise([*starts, n])], samples, k)
+
+
+def level(samples: Sorted, stretches: list[tuple[int, int]], ranks: int) -> list[tuple[int, int]]:
+    """Other stretches, whose micro-steps take less time in all if any are found.
+
+    Stretches are dealt to micro-steps of `ranks` ranks costliest first, and a micro-step lasts as
+    long as its slowest rank. Equal stretches are not best: where one sample is very long, one long
+    micro-step that all ranks fill and some short ones are. So each micro-step in turn is made as
+    short as it can be, by bisection, while all others keep their length; whether the samples fit
+    then is tried by giving each next sample's stretch to the length that it fills best.
+
+    Returns:
+        Stretches, costliest first, in at most as many micro-steps.
+    """
+    best, lasts = costliest_first(samples, stretches, ranks)
+    least = sum(lasts)
+    at = 0
+    while at < len(lasts):
+        low, high = samples.weights[-1], lasts[at]
+        fine = max(1, high // _FINE)
+        while high - low > fine:
+            middle = (low + high) // 2
+            found = _cover(samples, [*lasts[:at], middle, *lasts[at + 1 :]], ranks)
+            if found is None:
+                low = middle
+                continue
+            high = middle
+            found, times = costliest_first(samples, found, ranks)
+            if sum(times) < least:
+                best, least = found, sum(times)
+        lasts = [cost(samples, *one) for one in best[::ranks]]
+        at += 1
+    return best
+
+
+def costliest_first(
+    samples: Sorted, stretches: list[tuple[int, int]], ranks: int
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Stretches in the order in which they are dealt, and how long each micro-step lasts."""
+    pairs = sorted([(-cost(samples, *one), one) for one in stretches])
+    return [one for _, one in pairs], [-time for time, _ in pairs[::ranks]]
+
+
+def _cover(samples: Sorted, lasts: list[int], ranks: int) -> list[tuple[int, int]] | None:
+    """Stretches that fit `ranks` times into each of these times, if this finds any."""
+    weights, loads, reach = samples
+    n = len(weights)
+    times = sorted(set(lasts), reverse=True)
+    free = [ranks * lasts.count(time) for time in times]
+    found = []
+    at = 0
+    while at < n:
+        chosen, size, value = -1, 0, 0
+        weight, most = weights[at], reach[at] - at
+        for number, time in enumerate(times):
+            if loads:
+                count = _end(samples, at, time) - at
+                used = count * weight + loads[at + count] - loads[at]
+                if used > time:
+                    continue
+            else:
+                count = time // weight
+                if count > most:
+                    count = most
+                used = count * weight
+            # Of those that it fills alike, the shortest.
+            if count and used * times[chosen] >= value * time:
+                chosen, size, value = number, count, used
+        if chosen < 0:
+            return None
+        found.append((at, at + size))
+        at += size
+        free[chosen] -= 1
+        if not free[chosen]:
+            del free[chosen], times[chosen]
+    return found
 
 
 def _end(samples: Sorted, at: int, most: int) -> int:

@@ -17,137 +17,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from eke.batching.cost import CostModel
-from eke.batching.packing import pack
-from eke.batching.partition import Sorted, cost, cut, fewest, reach_of
-from eke.errors import InputError
+from eke.batching.packing import fill, pack
+from eke.batching.partition import Sorted, costliest_first, cut, fewest, level, reach_of
+from eke.batching.plan import DUMMY_TOKENS, BlockPlan, Group, PerStep, Round, Rules, Sample
 
-DUMMY_TOKENS = 2
-"""Length of a dummy micro-batch: the shortest that leaves a position to predict."""
+__all__ = [
+    "DUMMY_TOKENS",
+    "BlockPlan",
+    "Group",
+    "PerStep",
+    "Round",
+    "Rules",
+    "Sample",
+    "blocks_and_steps",
+    "plan_round",
+]
 
 _MORE = (0, 1, 2, 4, 8)
 """How many more micro-steps than needed are tried: a few more may take less time in all."""
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What the plan knows of a sample: its place in the dataset, and what it takes.
-
-    `label_tokens` counts the labels that train, after the causal shift; `loads` has one number for
-    each further resource of the cost model.
-    """
-
-    index: int
-    length: int
-    label_tokens: int
-    loads: tuple[int, ...] = ()
-
-
-Group = tuple[Sample, ...]
-"""The samples of one micro-batch, longest first; empty for a dummy."""
-
-
-class PerStep(NamedTuple):
-    """What one optimizer step consumes, over all ranks."""
-
-    unit: Literal["tokens", "samples"]
-    amount: int
-
-    @classmethod
-    def parse(cls, text: str) -> PerStep:
-        """Read `tokens:N` or `samples:N`.
-
-        Raises:
-            InputError: it is neither, or N is not a positive whole number.
-        """
-        unit, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
-        if amount.isdecimal() and int(amount) > 0:
-            if unit == "tokens":
-                return cls("tokens", int(amount))
-            if unit == "samples":
-                return cls("samples", int(amount))
-        raise InputError(
-            "per_step is not a size of an optimizer step",
-            value=text,
-            rule="it is tokens:N or samples:N with N > 0",
-            fix="Write for example per_step='tokens:65536' or per_step='samples:64'",
-        )
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a plan obeys.
-
-    Attributes:
-        micro_tokens: most tokens in one micro-batch, padding included; only a longer sample
-            exceeds it, alone in its micro-batch.
-        packed: micro-batches without padding.
-        wait_rounds: how many rounds a sample may wait, 0 or 1.
-    """
-
-    micro_tokens: int
-    per_step: PerStep
-    cost: CostModel = field(default_factory=CostModel)
-    packed: bool = False
-    wait_rounds: int = 0
-
-    def tokens(self, group: Group) -> int:
-        """Tokens that the micro-batch of `group` occupies."""
-        if not group:
-            return DUMMY_TOKENS
-        if self.packed:
-            return sum(sample.length for sample in group)
-        return len(group) * group[0].length
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """One optimizer step: `steps[j][r]` is the j-th micro-batch of rank r."""
-
-    steps: tuple[tuple[Group, ...], ...]
-    rules: Rules
-
-    def samples(self) -> list[Sample]:
-        """All samples in the order in which they are seen, rank by rank inside a micro-step."""
-        return [sample for step in self.steps for group in step for sample in group]
-
-    def indices(self) -> list[int]:
-        """The dataset indices of `samples()`."""
-        return [sample.index for sample in self.samples()]
-
-    def shapes(self) -> list[tuple[int, int]]:
-        """(rows, tokens of a row) of every micro-batch of every rank."""
-        shapes = []
-        for group in (group for step in self.steps for group in step):
-            rows = 1 if self.rules.packed or not group else len(group)
-            shapes.append((rows, self.rules.tokens(group) // rows))
-        return shapes
-
-    def occupied_tokens(self) -> int:
-        """Real tokens, padding and dummies, over all ranks."""
-        return sum(self.rules.tokens(group) for step in self.steps for group in step)
-
-    def paced_tokens(self) -> int:
-        """The same if every rank took as long as the slowest one of each micro-step."""
-        return sum(len(step) * max(map(self.rules.tokens, step)) for step in self.steps)
-
-    def first_step(self) -> tuple[BlockPlan, BlockPlan]:
-        """The first micro-step alone, and all the others."""
-        return BlockPlan(self.steps[:1], self.rules), BlockPlan(self.steps[1:], self.rules)
-
-
-@dataclass(frozen=True)
-class Round:
-    """A round's plan: its blocks, and each rank's samples that wait for the next round."""
-
-    blocks: list[BlockPlan]
-    waiting: list[list[Sample]]
+_LEVELLED = 2
+"""How many of them, the best so far, are improved further where samples move."""
 
 
 Steps = list[tuple[Group, ...]]
@@ -174,37 +69,48 @@ def plan_round(
         last: nothing of the epoch comes after this round, so nothing waits.
     """
     order = random.Random(rng_seed)
+    waiting: list[list[Sample]] = [[] for _ in shares]
     if rules.per_step.unit == "samples":
-        blocks = [_block_of(block, len(shares), rules, order) for block in _cut(shares, rules)]
-        return Round(blocks, [[] for _ in shares])
+        by_samples = _moved if rules.move else _stratified
+        return Round(by_samples(_arrivals(shares), len(shares), rules, order), waiting)
     waited = waited or [0] * len(shares)
-    may_wait = rules.wait_rounds > 0 and not last
-    if may_wait:
-        emitted = _emit(shares, waited)
+    amount = rules.per_step.amount
+    if rules.wait_rounds == 0 or last:
+        return Round(_deal(_stay(shares, rules, amount), rules, order), waiting)
+    emitted = _emit(shares, waited)
+    if rules.packed:
+        steps, waiting = _stay_packed(shares, rules, amount, emitted, waited)
     else:
-        emitted = [list(share) for share in shares]
-    steps, left = _stay(emitted, waited, rules, may_wait)
-    waiting = []
-    for share, out, rest in zip(shares, emitted, left, strict=True):
-        kept = {sample.index for sample in out} - {sample.index for sample in rest}
-        waiting.append([sample for sample in share if sample.index not in kept])
+        steps = _stay(
+            [
+                [s for s, now in zip(*one, strict=True) if now]
+                for one in zip(shares, emitted, strict=True)
+            ],
+            rules,
+            amount,
+        )
+        waiting = [
+            [s for s, now in zip(*one, strict=True) if not now]
+            for one in zip(shares, emitted, strict=True)
+        ]
     return Round(_deal(steps, rules, order), waiting)
 
 
-def _emit(shares: Sequence[Sequence[Sample]], waited: Sequence[int]) -> list[list[Sample]]:
-    """What each rank gives now: what has waited, then in order up to the smallest rank's total.
+def _emit(shares: Sequence[Sequence[Sample]], waited: Sequence[int]) -> list[list[bool]]:
+    """Which each rank gives now: what has waited, then in order up to the smallest rank's total.
 
     A rank with nothing at all runs dummies whatever the others do, so it is not waited for.
     """
-    totals = [sum(sample.length for sample in share) for share in shares]
-    least = min((total for total in totals if total), default=0)
+    lengths = [[sample.length for sample in share] for share in shares]
+    least = min(filter(None, map(sum, lengths)), default=0)
     emitted = []
-    for share, aged in zip(shares, waited, strict=True):
+    for row, aged in zip(lengths, waited, strict=True):
         given, total = [], 0
-        for number, sample in enumerate(share):
-            if number < aged or total + sample.length <= least:
-                given.append(sample)
-                total += sample.length
+        for number, length in enumerate(row):
+            now = number < aged or total + length <= least
+            given.append(now)
+            if now:
+                total += length
         emitted.append(given)
     return emitted
 
@@ -212,36 +118,33 @@ def _emit(shares: Sequence[Sequence[Sample]], waited: Sequence[int]) -> list[lis
 # ---------------------------------------------------------------------- samples stay
 
 
-def _stay(
-    shares: Sequence[Sequence[Sample]], waited: Sequence[int], rules: Rules, may_wait: bool
-) -> tuple[Steps, list[list[Sample]]]:
-    """The micro-steps of samples that stay on their ranks, and what is left for the next round."""
-    total = sum(sample.length for share in shares for sample in share)
+def _stay(shares: Sequence[Sequence[Sample]], rules: Rules, amount: int) -> Steps:
+    """The micro-steps of samples that stay on their ranks; all of them are used."""
     if rules.packed:
-        return _stay_packed(shares, waited, rules, may_wait, total)
-    ordered = [sorted(share, key=_longest_first) for share in shares]
-    rows = [_sorted(share, rules) for share in ordered]
-    least = max(map(fewest, rows), default=0)
+        every = [[True] * len(share) for share in shares]
+        return _stay_packed(shares, rules, amount, every, ())[0]
+    rows = [_sorted(share, rules) for share in shares]
+    least = max((fewest(row.sorted) for row in rows), default=0)
     if not least:
-        return [], [[] for _ in shares]
-    blocks, per_block = blocks_and_steps(total, rules.per_step.amount, least)
-    best: tuple[int, list[list[tuple[int, list[Sample]]]]] | None = None
+        return []
+    blocks, per_block = blocks_and_steps(_tokens(shares), amount, least)
     fixed = rules.cost.fixed
+    bound = max(row.time() for row in rows)
+    best_time, best = -1, []
     for k in _tries(least, blocks, per_block):
-        columns = []
-        for share, row in zip(ordered, rows, strict=True):
-            groups = [(cost(row, a, b), share[a:b]) for a, b in cut(row, k)]
-            # Costliest with costliest: a micro-step lasts as long as its slowest rank.
-            groups.sort(key=lambda group: -group[0])
-            columns.append(groups)
-        steps = zip_longest(*columns)
-        time = sum(max(group[0] for group in step if group) + fixed for step in steps)
-        if best is None or time < best[0]:
-            best = time, columns
-    assert best is not None
-    return [
-        tuple(tuple(group[1]) if group else () for group in step) for step in zip_longest(*best[1])
-    ], [[] for _ in shares]
+        if 0 <= best_time <= bound + k * fixed:
+            break  # more micro-steps cannot pay any more, however well they are balanced
+        # Costliest with costliest: a micro-step lasts as long as its slowest rank.
+        columns = [costliest_first(row.sorted, cut(row.sorted, k), 1) for row in rows]
+        lasts = [max(step) for step in zip_longest(*(times for _, times in columns), fillvalue=0)]
+        time = sum(lasts) + fixed * len(lasts)
+        if best_time < 0 or time < best_time:
+            best_time, best = time, [stretches for stretches, _ in columns]
+    groups = [
+        [tuple(row.samples[start:stop]) for start, stop in stretches]
+        for row, stretches in zip(rows, best, strict=True)
+    ]
+    return list(zip_longest(*groups, fillvalue=()))
 
 
 def _tries(least: int, blocks: int, per_block: int) -> list[int]:
@@ -254,30 +157,42 @@ def _tries(least: int, blocks: int, per_block: int) -> list[int]:
 
 def _stay_packed(
     shares: Sequence[Sequence[Sample]],
-    waited: Sequence[int],
     rules: Rules,
-    may_wait: bool,
-    total: int,
+    amount: int,
+    emitted: Sequence[Sequence[bool]],
+    waited: Sequence[int],
 ) -> tuple[Steps, list[list[Sample]]]:
-    most = max((sum(sample.length for sample in share) for share in shares), default=0)
-    if not most:
-        return [], [[] for _ in shares]
+    """The same without padding, and what is left for the next round.
+
+    Args:
+        emitted: which samples to use; others only where they fill a micro-batch better.
+        waited: how many of each rank's samples must be used; empty if all must.
+    """
     rows = [_numbers(share, rules) for share in shares]
+    given = [[n for n, now in enumerate(one) if now] for one in emitted]
+    totals = [sum(row.lengths[n] for n in one) for row, one in zip(rows, given, strict=True)]
+    most, cap = max(totals, default=0), rules.micro_tokens
+    if not most:
+        return [], [list(share) for share in shares]
     # What does not fill a micro-batch waits, if it may.
-    least = max(1, most // rules.micro_tokens if may_wait else -(-most // rules.micro_tokens))
+    least = max(1, most // cap if waited else -(-most // cap))
+    must = waited or [len(share) for share in shares]
     while True:
-        blocks, per_block = blocks_and_steps(total, rules.per_step.amount, least)
-        packs = [_pack(row, blocks * per_block, rules) for row in rows]
-        aged = any(n < old for (_, rest), old in zip(packs, waited, strict=True) for n in rest)
-        if not aged and (may_wait or not any(rest for _, rest in packs)):
+        blocks, per_block = blocks_and_steps(sum(totals), amount, least)
+        packs = [
+            _pack(row, blocks * per_block, rules, one) for row, one in zip(rows, given, strict=True)
+        ]
+        if not any(n < old for (_, rest), old in zip(packs, must, strict=True) for n in rest):
             break
         least = blocks * per_block + 1
-    columns = [
-        [tuple(share[n] for n in one) for one in _busiest_first(bins, row)]
-        for share, row, (bins, _) in zip(shares, rows, packs, strict=True)
-    ]
-    left = [[share[n] for n in rest] for share, (_, rest) in zip(shares, packs, strict=True)]
-    return list(zip_longest(*columns, fillvalue=())), left
+    columns, waiting = [], []
+    for share, row, one, (bins, rest), old in zip(shares, rows, emitted, packs, must, strict=True):
+        if waited and not row.loads:
+            spare = [n for n, now in enumerate(one) if not now]
+            rest = fill(bins, rest + spare, row.lengths, cap, old)
+        columns.append([tuple(share[n] for n in one) for one in _busiest_first(bins, row)])
+        waiting.append([share[n] for n in sorted(rest)])
+    return list(zip_longest(*columns, fillvalue=())), waiting
 
 
 def blocks_and_steps(total: int, amount: int, least: int) -> tuple[int, int]:
@@ -299,16 +214,19 @@ def _deal(steps: Steps, rules: Rules, order: random.Random) -> list[BlockPlan]:
     """Blocks of equal numbers of micro-steps and about equal real tokens."""
     if not steps:
         return []
-    total = sum(sample.length for step in steps for group in step for sample in group)
-    count, _ = blocks_and_steps(total, rules.per_step.amount, len(steps))
     order.shuffle(steps)  # so that equal ones are dealt at random
-    steps = sorted(steps, key=lambda step: -sum(s.length for group in step for s in group))
+    sizes = [_tokens(step) for step in steps]
+    count, _ = blocks_and_steps(sum(sizes), rules.per_step.amount, len(steps))
+    largest_first = sorted(range(len(steps)), key=lambda number: -sizes[number])
+    totals = [0] * count
     dealt: list[Steps] = [[] for _ in range(count)]
-    for row, start in enumerate(range(0, len(steps), count)):
-        # There and back, so that no block always has the largest of a row.
-        part = steps[start : start + count]
-        for block, step in zip(dealt if row % 2 == 0 else reversed(dealt), part, strict=False):
-            block.append(step)
+    for start in range(0, len(steps), count):
+        # The largest of each row to the block that has least so far.
+        row = largest_first[start : start + count]
+        emptiest_first = sorted(range(count), key=totals.__getitem__)
+        for number, at in zip(row, emptiest_first, strict=False):
+            dealt[at].append(steps[number])
+            totals[at] += sizes[number]
     blocks = []
     for block in dealt:
         if block:
@@ -318,55 +236,109 @@ def _deal(steps: Steps, rules: Rules, order: random.Random) -> list[BlockPlan]:
     return blocks
 
 
-# ---------------------------------------------------------------------- samples move
+# ---------------------------------------------------------------------- steps of so many samples
+
+Arrivals = list[tuple[int, Sample]]
+"""Samples in the order of the epoch, each with the rank that brought it."""
 
 
-def _cut(shares: Sequence[Sequence[Sample]], rules: Rules) -> list[list[tuple[int, Sample]]]:
-    """Blocks of the asked number of samples, in the order of the epoch, each with its rank."""
-    arrivals = [
+def _arrivals(shares: Sequence[Sequence[Sample]]) -> Arrivals:
+    return [
         (rank, sample)
         for row in zip_longest(*shares)
         for rank, sample in enumerate(row)
         if sample is not None
     ]
+
+
+def _stratified(
+    arrivals: Arrivals, ranks: int, rules: Rules, order: random.Random
+) -> list[BlockPlan]:
+    """Blocks of the asked number of samples that stay on their ranks.
+
+    Each block gets as equal a number of each rank's samples as can be, of about as many tokens as
+    any other block's; only the last, short one is what comes last in the epoch. Long samples of
+    all ranks come to the same blocks.
+    """
     n = rules.per_step.amount
-    return [arrivals[i : i + n] for i in range(0, len(arrivals), n)]
+    count = len(arrivals) // n
+    blocks: list[list[list[Sample]]] = [[[] for _ in range(ranks)] for _ in range(count)]
+    place = 0
+    for rank in range(ranks):
+        mine = sorted((s for r, s in arrivals[: count * n] if r == rank), key=_longest_first)
+        # Places of all blocks in turn, rank after rank: every block gets exactly n.
+        room = [0] * count
+        for one in range(place, place + len(mine)):
+            room[one % count] += 1
+        place += len(mine)
+        totals = [0] * count
+        queue = iter(mine)
+        for row in range(max(room, default=0)):
+            open_blocks = [block for block in range(count) if room[block] > row]
+            for block in sorted(open_blocks, key=totals.__getitem__):
+                sample = next(queue)
+                blocks[block][rank].append(sample)
+                totals[block] += sample.length
+    order.shuffle(blocks)
+    if len(arrivals) > count * n:
+        rest = arrivals[count * n :]
+        blocks.append([[s for r, s in rest if r == rank] for rank in range(ranks)])
+    plans = []
+    for shares in blocks:
+        steps = _stay(shares, rules, max(1, _tokens(shares)))
+        order.shuffle(steps)
+        plans.append(BlockPlan(tuple(steps), rules))
+    return plans
 
 
-def _block_of(
-    block: list[tuple[int, Sample]], ranks: int, rules: Rules, order: random.Random
-) -> BlockPlan:
-    """Micro-steps of groups of about equal time, cut from the whole block as from one rank's."""
-    home = {sample.index: rank for rank, sample in block}
-    samples = sorted((sample for _, sample in block), key=_longest_first)
-    groups = (
-        _groups_packed(samples, ranks, rules) if rules.packed else _groups(samples, ranks, rules)
-    )
-    steps = [
-        _place(groups[start : start + ranks], ranks, home) for start in range(0, len(groups), ranks)
-    ]
-    order.shuffle(steps)
-    return BlockPlan(tuple(steps), rules)
+def _moved(arrivals: Arrivals, ranks: int, rules: Rules, order: random.Random) -> list[BlockPlan]:
+    """Blocks of the asked number of samples, in the order of the epoch, that move between ranks.
+
+    Their micro-steps are of groups cut from the whole block as if it were one rank's.
+    """
+    n = rules.per_step.amount
+    plans = []
+    for start in range(0, len(arrivals), n):
+        block = arrivals[start : start + n]
+        home = {sample.index: rank for rank, sample in block}
+        samples = [sample for _, sample in block]
+        groups = (_groups_packed if rules.packed else _groups)(samples, ranks, rules)
+        steps = [
+            _place(groups[at : at + ranks], ranks, home) for at in range(0, len(groups), ranks)
+        ]
+        order.shuffle(steps)
+        plans.append(BlockPlan(tuple(steps), rules))
+    return plans
 
 
 def _groups(samples: list[Sample], ranks: int, rules: Rules) -> list[Group]:
     row = _sorted(samples, rules)
-    least = -(-fewest(row) // ranks)
-    best: tuple[int, list[tuple[int, int]]] | None = None
+    least = -(-fewest(row.sorted) // ranks)
+    fixed, bound = rules.cost.fixed, -(-row.time() // ranks)
+    found: list[tuple[int, list[tuple[int, int]]]] = []
     for steps in (least + more for more in _MORE):
-        stretches = sorted(cut(row, steps * ranks), key=lambda one: -cost(row, *one))
-        slowest = [cost(row, *one) + rules.cost.fixed for one in stretches[::ranks]]
-        if best is None or sum(slowest) < best[0]:
-            best = sum(slowest), stretches
+        if found and min(found)[0] <= bound + steps * fixed:
+            break
+        stretches = cut(row.sorted, steps * ranks)
+        _, lasts = costliest_first(row.sorted, stretches, ranks)
+        found.append((sum(lasts) + fixed * len(lasts), stretches))
+    best: tuple[int, list[tuple[int, int]]] | None = None
+    for _, stretches in sorted(found)[:_LEVELLED]:
+        levelled = level(row.sorted, stretches, ranks)
+        _, lasts = costliest_first(row.sorted, levelled, ranks)
+        time = sum(lasts) + fixed * len(lasts)
+        if best is None or time < best[0]:
+            best = time, levelled
     assert best is not None
-    return [tuple(samples[start:stop]) for start, stop in best[1]]
+    return [tuple(row.samples[start:stop]) for start, stop in best[1]]
 
 
 def _groups_packed(samples: list[Sample], ranks: int, rules: Rules) -> list[Group]:
     row = _numbers(samples, rules)
+    every = range(len(samples))
     steps = max(1, -(-sum(row.lengths) // (rules.micro_tokens * ranks)))
     while True:
-        bins, left = _pack(row, steps * ranks, rules)
+        bins, left = _pack(row, steps * ranks, rules, every)
         if not left:
             return [tuple(samples[n] for n in one) for one in _busiest_first(bins, row)]
         steps += 1
@@ -376,17 +348,19 @@ def _place(groups: Sequence[Group], ranks: int, home: dict[int, int]) -> tuple[G
     """Each group on a rank of its own, the one that has most of it already where that is free."""
     claims = []
     for number, group in enumerate(groups):
-        tokens = [0] * ranks
+        tokens: dict[int, int] = {}
         for sample in group:
-            tokens[home[sample.index]] += sample.length
-        claims += [(-have, number, rank) for rank, have in enumerate(tokens)]
+            rank = home[sample.index]
+            tokens[rank] = tokens.get(rank, 0) + sample.length
+        claims += [(-have, number, rank) for rank, have in tokens.items()]
     placed: list[Group | None] = [None] * ranks
     done: set[int] = set()
     for _, number, rank in sorted(claims):
         if number not in done and placed[rank] is None:
             placed[rank] = groups[number]
             done.add(number)
-    return tuple(group or () for group in placed)
+    others = (group for number, group in enumerate(groups) if number not in done)
+    return tuple(group if group is not None else next(others, ()) for group in placed)
 
 
 # ---------------------------------------------------------------------- samples as numbers
@@ -396,17 +370,34 @@ def _longest_first(sample: Sample) -> tuple[int, int]:
     return -sample.length, sample.index
 
 
-def _sorted(samples: Sequence[Sample], rules: Rules) -> Sorted:
-    """Samples, longest first, as `partition` takes them."""
-    lengths = [sample.length for sample in samples]
-    columns = list(zip(*(sample.loads for sample in samples), strict=True))
-    weights = rules.cost.weights(np.array(lengths, dtype=np.int64)).tolist()
+def _tokens(groups: Sequence[Sequence[Sample]]) -> int:
+    return sum([sample.length for group in groups for sample in group])
+
+
+class _Row(NamedTuple):
+    """Samples, longest first, and the same as `partition` takes them."""
+
+    samples: list[Sample]
+    sorted: Sorted
+
+    def time(self) -> int:
+        """What they take without padding."""
+        return sum(self.sorted.weights) + (self.sorted.loads[-1] if self.sorted.loads else 0)
+
+
+def _sorted(samples: Sequence[Sample], rules: Rules) -> _Row:
+    lengths = np.array([sample.length for sample in samples], dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    ordered, lengths = [samples[n] for n in order.tolist()], lengths[order]
+    caps = rules.cost.caps()
+    amounts = np.zeros((len(ordered), 0), dtype=np.int64)
     loads: list[int] = []
-    if columns:
-        times = rules.cost.load_weights(np.array(columns, dtype=np.int64).T)
+    if caps and ordered:
+        amounts = np.array([sample.loads for sample in ordered], dtype=np.int64)
+        times = rules.cost.load_weights(amounts)
         loads = [0, *np.cumsum(times).tolist()] if times.any() else []
-    reach = reach_of(lengths, rules.micro_tokens, columns, rules.cost.caps() if columns else ())
-    return Sorted(weights, loads, reach)
+    reach = reach_of(lengths, rules.micro_tokens, amounts, caps)
+    return _Row(ordered, Sorted(rules.cost.weights(lengths).tolist(), loads, reach))
 
 
 class _Numbers(NamedTuple):
@@ -426,11 +417,14 @@ def _numbers(samples: Sequence[Sample], rules: Rules) -> _Numbers:
     return _Numbers(lengths, times.tolist(), loads)
 
 
-def _pack(row: _Numbers, k: int, rules: Rules) -> tuple[list[list[int]], list[int]]:
-    return pack(row.lengths, row.times, k, rules.micro_tokens, row.loads, rules.cost.caps())
+def _pack(
+    row: _Numbers, k: int, rules: Rules, numbers: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    return pack(
+        row.lengths, row.times, numbers, k, rules.micro_tokens, row.loads, rules.cost.caps()
+    )
 
 
 def _busiest_first(bins: list[list[int]], row: _Numbers) -> list[list[int]]:
-    return sorted(
-        (one for one in bins if one), key=lambda one: -sum(map(row.times.__getitem__, one))
-    )
+    times = row.times
+    return sorted(filter(None, bins), key=lambda one: -sum([times[n] for n in one]))
