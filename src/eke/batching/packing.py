@@ -116,9 +116,12 @@ def _fullest(
     length: int, loads: Sequence[int], room: Sequence[int], rooms: Sequence[Sequence[int]]
 ) -> int:
     """The micro-batch with the least room of those in which the sample fits, or -1."""
+    if not loads:
+        fits = [free for free in room if free >= length]
+        return room.index(min(fits)) if fits else -1
     best = -1
     for at, free in enumerate(room):
         fuller = free >= length and (best < 0 or free < room[best])
-        if fuller and (not loads or _within(loads, rooms[at])):
+        if fuller and _within(loads, rooms[at]):
             best = at
     return best

@@ -128,9 +128,12 @@ def level(samples: Sorted, stretches: list[tuple[int, int]], ranks: int) -> list
     """
     best, lasts = costliest_first(samples, stretches, ranks)
     least = sum(lasts)
+    real = -(-(sum(samples.weights) + (samples.loads[-1] if samples.loads else 0)) // ranks)
     at = 0
     while at < len(lasts):
-        low, high = samples.weights[-1], lasts[at]
+        # Without padding at all, it would still have to take what the others cannot.
+        low = max(samples.weights[-1], real - sum(lasts) + lasts[at]) - 1
+        high = lasts[at]
         fine = max(1, high // _FINE)
         while high - low > fine:
             middle = (low + high) // 2

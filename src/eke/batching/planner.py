@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +41,8 @@ __all__ = [
 _MORE = (0, 1, 2, 4, 8)
 """How many more micro-steps than needed are tried: a few more may take less time in all."""
 
-_LEVELLED = 2
-"""How many of them, the best so far, are improved further where samples move."""
+_LEVELLED = 3
+"""How many more are tried where samples move, and how many of the best are improved further."""
 
 
 Steps = list[tuple[Group, ...]]
@@ -81,16 +81,10 @@ def plan_round(
     if rules.packed:
         steps, waiting = _stay_packed(shares, rules, amount, emitted, waited)
     else:
-        steps = _stay(
-            [
-                [s for s, now in zip(*one, strict=True) if now]
-                for one in zip(shares, emitted, strict=True)
-            ],
-            rules,
-            amount,
-        )
+        given = [list(compress(*one)) for one in zip(shares, emitted, strict=True)]
+        steps = _stay(given, rules, amount)
         waiting = [
-            [s for s, now in zip(*one, strict=True) if not now]
+            [sample for sample, now in zip(*one, strict=True) if not now]
             for one in zip(shares, emitted, strict=True)
         ]
     return Round(_deal(steps, rules, order), waiting)
@@ -179,18 +173,17 @@ def _stay_packed(
     must = waited or [len(share) for share in shares]
     while True:
         blocks, per_block = blocks_and_steps(sum(totals), amount, least)
-        packs = [
-            _pack(row, blocks * per_block, rules, one) for row, one in zip(rows, given, strict=True)
-        ]
+        k = blocks * per_block
+        packs = [_pack(row, k, rules, one) for row, one in zip(rows, given, strict=True)]
         if not any(n < old for (_, rest), old in zip(packs, must, strict=True) for n in rest):
             break
-        least = blocks * per_block + 1
+        least = k + 1
     columns, waiting = [], []
     for share, row, one, (bins, rest), old in zip(shares, rows, emitted, packs, must, strict=True):
         if waited and not row.loads:
             spare = [n for n, now in enumerate(one) if not now]
             rest = fill(bins, rest + spare, row.lengths, cap, old)
-        columns.append([tuple(share[n] for n in one) for one in _busiest_first(bins, row)])
+        columns.append([tuple([share[n] for n in one]) for one in _busiest_first(bins, row)])
         waiting.append([share[n] for n in sorted(rest)])
     return list(zip_longest(*columns, fillvalue=())), waiting
 
@@ -316,7 +309,7 @@ def _groups(samples: list[Sample], ranks: int, rules: Rules) -> list[Group]:
     least = -(-fewest(row.sorted) // ranks)
     fixed, bound = rules.cost.fixed, -(-row.time() // ranks)
     found: list[tuple[int, list[tuple[int, int]]]] = []
-    for steps in (least + more for more in _MORE):
+    for steps in range(least, least + _LEVELLED + 1):
         if found and min(found)[0] <= bound + steps * fixed:
             break
         stretches = cut(row.sorted, steps * ranks)
@@ -340,7 +333,7 @@ def _groups_packed(samples: list[Sample], ranks: int, rules: Rules) -> list[Grou
     while True:
         bins, left = _pack(row, steps * ranks, rules, every)
         if not left:
-            return [tuple(samples[n] for n in one) for one in _busiest_first(bins, row)]
+            return [tuple([samples[n] for n in one]) for one in _busiest_first(bins, row)]
         steps += 1
 
 

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eke.batching.packing import fill, pack
+
+TOKENS, CAPS = 64, (20, 9)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Lengths, and loads of two resources or of none; some exceed a cap alone."""
+    lengths = draw(st.lists(st.integers(1, 30) | st.integers(60, 70), max_size=25))
+    n = len(lengths)
+    load = st.tuples(st.integers(0, 22), st.integers(0, 10))
+    loads = draw(st.just([]) | st.lists(load, min_size=n, max_size=n))
+    return lengths, loads
+
+
+@given(samples(), st.integers(1, 30))
+def test_caps_are_strict_and_every_sample_is_in_one_micro_batch_or_left(
+    case: tuple[list[int], list[tuple[int, ...]]], k: int
+) -> None:
+    lengths, loads = case
+    numbers = range(0, len(lengths), 2) if k % 2 else range(len(lengths))
+    bins, left = pack(lengths, lengths, numbers, k, TOKENS, loads, CAPS)
+    assert len(bins) == k
+    assert sorted([n for one in bins for n in one] + left) == list(numbers)
+    for one in bins:
+        sizes = [lengths[n] for n in one]
+        assert sizes == sorted(sizes, reverse=True)
+        if len(one) > 1:
+            assert sum(sizes) <= TOKENS
+            for column, cap in enumerate(CAPS if loads else ()):
+                assert sum(loads[n][column] for n in one) <= cap
+    if k >= len(numbers):
+        assert not left
+    assert not left or all(bins), "nothing is left beside an empty micro-batch"
+
+
+@given(samples(), st.integers(1, 8))
+def test_what_is_left_fits_nowhere(case: tuple[list[int], list[tuple[int, ...]]], k: int) -> None:
+    lengths, _ = case
+    bins, left = pack(lengths, lengths, range(len(lengths)), k, TOKENS)
+    for number in left:
+        assert all(sum(lengths[n] for n in one) + lengths[number] > TOKENS for one in bins)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 8))
+def test_where_nothing_is_near_a_cap_times_differ_by_a_sample_at_most(
+    lengths: list[int], k: int
+) -> None:
+    times = [n * n for n in lengths]
+    bins, left = pack(lengths, times, range(len(lengths)), k, 1000)
+    loads = [sum(times[n] for n in one) for one in bins]
+    assert not left
+    assert max(loads) - min(loads) <= max(times)
+
+
+@given(st.lists(st.integers(1, 70), max_size=25), st.integers(1, 5), st.integers(0, 25))
+def test_filling_loses_nothing_keeps_the_cap_and_what_must_stay(
+    lengths: list[int], k: int, must: int
+) -> None:
+    bins, left = pack(lengths, lengths, range(0, len(lengths), 2), k, TOKENS)
+    before = [sum(lengths[n] for n in one) for one in bins]
+    had = {n for one in bins for n in one}
+    spare = [*left, *range(1, len(lengths), 2)]
+    rest = fill(bins, spare, lengths, TOKENS, must)
+    assert sorted([n for one in bins for n in one] + rest) == list(range(len(lengths)))
+    assert not {n for n in had if n < must} & set(rest)
+    for one, tokens in zip(bins, before, strict=True):
+        now = sum(lengths[n] for n in one)
+        assert tokens <= now <= max(TOKENS, tokens)
+        assert len(one) == 1 or now <= TOKENS
+        assert [lengths[n] for n in one] == sorted((lengths[n] for n in one), reverse=True)
+
+
+def test_filling_adds_what_fits_and_exchanges_for_what_leaves_least_room() -> None:
+    lengths = [30, 20, 9, 21, 12]
+    bins = [[0, 1]]
+    assert fill(bins, [2, 3, 4], lengths, 64, 0) == [2, 1]
+    assert bins == [[0, 3, 4]]
+    bins = [[0, 1]]
+    assert fill(bins, [2, 3, 4], lengths, 64, 2) == [2, 3]
+    assert bins == [[0, 1, 4]], "the exchange would put one off that must not wait"
