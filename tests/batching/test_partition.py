@@ -60,7 +60,9 @@ def test_fewest_and_cut_equal_brute_force(case: tuple[list[int], list[int], Sort
         assert found in _all(n, len(found)), "in order, and every sample in one"
         assert _fits(lengths, loads, found)
         best = min(
-            max(cost(given_, *one) for one in c) for j in range(1, min(k, n) + 1) for c in feasible[j]
+            max(cost(given_, *one) for one in c)
+            for j in range(1, min(k, n) + 1)
+            for c in feasible[j]
         )
         assert max(cost(given_, *one) for one in found) == best
 

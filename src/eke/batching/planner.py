@@ -180,9 +180,9 @@ def _stay_packed(
         least = k + 1
     columns, waiting = [], []
     for share, row, one, (bins, rest), old in zip(shares, rows, emitted, packs, must, strict=True):
+        rest = rest + [n for n, now in enumerate(one) if not now]
         if waited and not row.loads:
-            spare = [n for n, now in enumerate(one) if not now]
-            rest = fill(bins, rest + spare, row.lengths, cap, old)
+            rest = fill(bins, rest, row.lengths, cap, old)
         columns.append([tuple([share[n] for n in one]) for one in _busiest_first(bins, row)])
         waiting.append([share[n] for n in sorted(rest)])
     return list(zip_longest(*columns, fillvalue=())), waiting
@@ -383,7 +383,7 @@ def _sorted(samples: Sequence[Sample], rules: Rules) -> _Row:
     order = np.argsort(-lengths, kind="stable")
     ordered, lengths = [samples[n] for n in order.tolist()], lengths[order]
     caps = rules.cost.caps()
-    amounts = np.zeros((len(ordered), 0), dtype=np.int64)
+    amounts = np.zeros((len(ordered), len(caps)), dtype=np.int64)
     loads: list[int] = []
     if caps and ordered:
         amounts = np.array([sample.loads for sample in ordered], dtype=np.int64)
