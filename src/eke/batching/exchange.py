@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
-from eke.distributed import Channel, world
+from eke.distributed import Channel, ranks_around, world
 from eke.errors import EkeError, InputError
 
 
@@ -70,11 +69,11 @@ def exchange_of_job(patience_s: float) -> Exchange:
         InputError: the environment describes a job that this process has not joined.
         EkeError: the other ranks did not come.
     """
-    here = world()
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    here, size = world(), ranks_around()
     if size > 1 and here.size != size:
         raise InputError(
-            f"WORLD_SIZE is {size} but this process has not joined the other ranks",
+            f"there are {size} ranks (WORLD_SIZE, torch.distributed) but this process has not "
+            "joined the other ranks",
             rule="alone, every rank would train on all samples",
             fix="Call eke.distributed.init() before you build the loader",
         )

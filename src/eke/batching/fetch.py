@@ -200,7 +200,7 @@ class SampleFetcher:
             self._pass = map(self._dataset.__getitem__, self._chunks)
         elif self._loader is not None:
             self._pass = iter(self._loader)
-        elif indices:
+        else:  # even for no samples: where the first is taken is where workers should be started
             self._loader = DataLoader(
                 self._dataset,  # type: ignore[arg-type]
                 batch_size=None,

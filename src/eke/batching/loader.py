@@ -12,7 +12,9 @@ that were left on any other number; what fails on one rank is raised on all, in 
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -189,6 +191,7 @@ class DynamicLoader:
             overlength,
             round_samples,
             self._config,
+            {"epochs": epochs, "num_workers": "some" if num_workers else "none"},
         )
         self._stats = LoaderStats()
         self._closed = False
@@ -196,6 +199,7 @@ class DynamicLoader:
         self._ahead: Ahead[Round] | None = None
         self._thread_ahead = num_workers > 0
         self._go_to(Progress(Place(), 0, self._size, micro_tokens, Counts()))
+        _open.add(self)
 
     # ------------------------------------------------------------------ what a user calls
 
@@ -232,6 +236,7 @@ class DynamicLoader:
             InputError: the state was saved with other settings or is damaged; names which.
         """
         progress = progress_of(state, self._config, self._order.n)
+        # A cap that was lowered in the run stays so, unless the user asks for another one.
         lowered = state["config"].get("micro_tokens") == self._micro_tokens
         cap = progress.micro_tokens if lowered else self._micro_tokens
         self._drop_ahead()
@@ -280,6 +285,7 @@ class DynamicLoader:
         Not a collective: ranks that ask for another round learn that this one has left.
         """
         self._closed = True
+        _open.discard(self)
         self._exchange.leave("it closed its loader")
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.ended(CLOSE_S):
@@ -421,6 +427,16 @@ class DynamicLoader:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.take()
+
+
+_open: weakref.WeakSet[DynamicLoader] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in the middle of a call when Python ends can bring the process down."""
+    for loader in list(_open):
+        loader.close()
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:

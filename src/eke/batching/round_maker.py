@@ -21,7 +21,7 @@ from eke.batching.fetch import SampleFetcher
 from eke.batching.order import Order, Place
 from eke.batching.parcel import opened, parcel
 from eke.batching.planner import BlockPlan, Rules, Sample, plan_round
-from eke.batching.rounds import Agreed, Offer, conclude, read
+from eke.batching.rounds import Offer, conclude, read
 from eke.batching.state import Counts, Progress
 from eke.batching.triage import Overlength, Triage
 from eke.errors import EkeError, InputError
@@ -66,7 +66,12 @@ class Round:
 
 @dataclass(frozen=True)
 class RoundMaker:
-    """What rounds are made of; the same on every rank, but for the exchange and the fetcher."""
+    """What rounds are made of; the same on every rank, but for the exchange and the fetcher.
+
+    Attributes:
+        config: the settings that a state is bound to.
+        manner: those that a state is not bound to, but that must not differ over ranks either.
+    """
 
     exchange: Exchange
     fetcher: SampleFetcher
@@ -75,6 +80,7 @@ class RoundMaker:
     overlength: Overlength
     round_samples: int
     config: dict[str, Any]
+    manner: dict[str, Any]
 
     def make(self, start: Progress, kept: dict[int, Tokens], stop: str = "") -> Round:
         """The round at `start`, less what of it is delivered. A collective.
@@ -101,9 +107,8 @@ class RoundMaker:
             fresh, made.after = self.order.window(made.after, self.round_samples)
             taken += fresh
             asked = [[*(waiting[r] if first else ()), *fresh[r::size]] for r in range(size)]
-            agreed, sizes = self._hear(asked[rank], kept, start, made, stop)
-            if agreed.stop:
-                made.stop = agreed.stop
+            made.stop, sizes = self._hear(asked[rank], kept, start, made, stop)
+            if made.stop:
                 return made
             for row in zip_longest(*map(_samples, asked, sizes)):
                 for owner, sample in enumerate(row):
@@ -132,14 +137,10 @@ class RoundMaker:
         start: Progress,
         made: Round,
         stop: str,
-    ) -> tuple[Agreed, list[Any]]:
-        """Fetch this rank's samples, and get what all ranks say of theirs."""
-        at = start.place
-        standing = {
-            **self.config,
-            "micro_tokens": start.micro_tokens,
-            "position": [start.block, at.epoch, at.cursor, len(at.pending), len(start.delivered)],
-        }
+    ) -> tuple[str, list[Any]]:
+        """Fetch this rank's samples, and get what all ranks say: why they stop, and their sizes."""
+        standing = {**self.config, **self.manner, "position": start.position()}
+        standing["micro_tokens"] = start.micro_tokens
         began = time.perf_counter()
         offer, fault = Offer(standing, stop=stop), None
         if not stop:

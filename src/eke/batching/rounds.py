@@ -33,7 +33,6 @@ class Offer:
         standing: settings and place, by name; ranks that differ in any cannot go on together.
         sizes: of each fetched sample its length before truncation, its label tokens and its
             loads: int64 `[n, 2 + loads]`.
-        exhausted: this rank's source has no more samples in this epoch.
         stop: why this rank wishes to stop after the rounds so far; "" if it does not.
         fault: what went wrong here; "" if nothing did.
         input_fault: whether that is the user's to mend.
@@ -41,7 +40,6 @@ class Offer:
 
     standing: dict[str, Any]
     sizes: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
-    exhausted: bool = False
     stop: str = ""
     fault: str = ""
     input_fault: bool = False
@@ -51,7 +49,6 @@ class Offer:
         told = {
             "standing": self.standing,
             "width": self.sizes.shape[1],
-            "exhausted": self.exhausted,
             "stop": self.stop,
             "fault": self.fault,
             "input_fault": self.input_fault,
@@ -69,21 +66,8 @@ def read(data: bytes) -> Offer:
     return Offer(sizes=sizes, **told)
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks conclude from a round's offers.
-
-    Attributes:
-        stop: why all ranks stop now, with the rank that wished it; "" if they go on.
-        exhausted: whether each rank's source has ended.
-    """
-
-    stop: str
-    exhausted: tuple[bool, ...]
-
-
-def conclude(offers: Sequence[Offer]) -> Agreed:
-    """What follows from all ranks' offers.
+def conclude(offers: Sequence[Offer]) -> str:
+    """Why all ranks stop now, with the rank that wished it; "" if they go on.
 
     Raises:
         InputError: a rank has a fault that is the user's, or two ranks stand differently.
@@ -106,5 +90,6 @@ def conclude(offers: Sequence[Offer]) -> Agreed:
                 fix="Give all ranks the same data, the same settings and the same state",
             )
     stops = [(rank, offer.stop) for rank, offer in enumerate(offers) if offer.stop]
-    stop = "" if not stops else stops[0][1] if size == 1 else f"rank {stops[0][0]}: {stops[0][1]}"
-    return Agreed(stop, tuple(offer.exhausted for offer in offers))
+    if not stops:
+        return ""
+    return stops[0][1] if size == 1 else f"rank {stops[0][0]}: {stops[0][1]}"

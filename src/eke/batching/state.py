@@ -10,6 +10,9 @@ delivered, dropped or still to come are each sample of the epoch exactly once.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -70,6 +73,15 @@ class Progress:
             "counts": vars(self.counts).copy(),
         }
 
+    def position(self) -> dict[str, Any]:
+        """Where it stands, for ranks to compare: two that differ in any sample differ in this."""
+        lists = [self.place.pending, self.waiting, self.taken, self.delivered, self.dropped]
+        samples = hashlib.blake2b(json.dumps(lists).encode(), digest_size=8).hexdigest()
+        place = self.place
+        return {
+            "epoch": place.epoch, "cursor": place.cursor, "block": self.block, "samples": samples
+        }  # fmt: skip
+
     def move_to(self, order: Order, world_size: int, micro_tokens: int) -> Progress:
         """The same progress for so many ranks and this cap.
 
@@ -91,6 +103,8 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
     Raises:
         InputError: it was written under another configuration, by a newer eke, or is damaged.
     """
+    if not isinstance(state, Mapping):
+        raise _damaged(f"a {type(state).__name__}")
     version = state.get("version")
     if version != VERSION:
         raise InputError(
@@ -123,14 +137,34 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
         )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(f"{type(error).__name__}: {error}") from error
-    place = progress.place
-    own = [index for one in progress.waiting for index in one]
-    done = [*place.pending, *own, *progress.delivered, *progress.dropped]
-    if not (place.epoch >= 0 and 0 <= place.cursor <= samples and progress.world_size > 0):
-        raise _damaged(f"epoch {place.epoch}, cursor {place.cursor}")
-    if any(not 0 <= index < samples for index in done):
-        raise _damaged(f"a sample outside 0..{samples - 1}")
+    _check(progress, samples)
     return progress
+
+
+def _check(progress: Progress, samples: int) -> None:
+    """Refuse what no loader can have written; a sample named twice would be seen twice.
+
+    Raises:
+        InputError: which.
+    """
+    place = progress.place
+    if not (place.epoch >= 0 and 0 <= place.cursor <= samples):
+        raise _damaged(f"epoch {place.epoch}, cursor {place.cursor}")
+    least = {"block": 0, "taken": 0, "world_size": 1, "micro_tokens": 2}
+    for name, value in least.items():
+        if getattr(progress, name) < value:
+            raise _damaged(f"{name} {getattr(progress, name)}")
+    if len(progress.waiting) not in (0, progress.world_size):
+        raise _damaged(f"waiting of {len(progress.waiting)} ranks, of {progress.world_size}")
+    ahead = [*place.pending, *(index for one in progress.waiting for index in one)]
+    for indices in (ahead, [*progress.delivered, *progress.dropped]):
+        if any(not 0 <= index < samples for index in indices):
+            raise _damaged(f"a sample outside 0..{samples - 1}")
+        twice = [index for index, times in Counter(indices).items() if times > 1]
+        if twice:
+            raise _damaged(f"sample {twice[0]} is there twice")
+    if (progress.delivered or progress.dropped) and not progress.taken:
+        raise _damaged("samples were delivered of a round that took none")
 
 
 def _damaged(why: str) -> InputError:

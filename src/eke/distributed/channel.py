@@ -1,22 +1,32 @@
 """Bytes between all ranks, from any thread: a gloo group of one user's own.
 
-A channel is opened by all ranks together, in the same order, from the main thread; after that one
-thread at a time may use it, beside whatever else the job's other groups do. Whoever leaves, dies or
-hangs makes the others' pending call fail: no rank finishes a call that another one does not join.
+A channel is opened by all ranks together, in the same order; after that one thread at a time may
+use it, beside whatever else the job's other groups do. Whoever leaves, dies or hangs makes the
+others' pending call fail: no rank finishes a call that another one does not join.
 
-Property: every call ends, within `patience_s`, with an answer or with an error that names the
-rank at fault and what became of it. A rank that dies in the middle of a call may have answered
-some ranks and not others; those that were answered fail in their next call.
+Property: every call ends, within `patience_s` and a few seconds, with an answer or with an error
+that names the rank at fault and what became of it. A rank that dies in the middle of a call may
+have answered some ranks and not others; those that were answered fail in their next call.
+
+A gloo call cannot be interrupted, so none is waited for: it is begun, and then looked at every now
+and then, beside the store, where a rank that leaves says so, and beside the processes of this
+machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -24,6 +34,12 @@ from eke.distributed.world import store as job_store
 from eke.distributed.world import world
 from eke.errors import EkeError, InputError
 
+LOOK_S = 0.25
+"""How often a rank that waits looks whether the others are still there."""
+STORE_S = 3.0
+"""How long the store may take; a stopped rank 0 would never answer."""
+
+T = TypeVar("T")
 _numbers = itertools.count()
 
 
@@ -36,7 +52,7 @@ class Channel:
 
     Raises:
         InputError: there is one rank.
-        EkeError: the other ranks did not open theirs.
+        EkeError: the other ranks did not open theirs; one that did not come is named.
     """
 
     def __init__(self, name: str, patience_s: float) -> None:
@@ -47,12 +63,19 @@ class Channel:
         self._name, self._patience_s, self._store = name, patience_s, store
         self._key = f"channel/{next(_numbers)}"
         self._calls = 0
+        self._lost = ""
+        self._group: dist.ProcessGroup | None = None
+        self._pending: dist.Work | None = None
+        self._left = threading.Event()
+        self._peers: list[dict[str, Any]] = []
+        self._post(f"at/{self.rank}", 0)
         try:
-            self._group: dist.ProcessGroup | None = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=patience_s)
-            )
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
         except (RuntimeError, ValueError) as error:
-            raise EkeError(f"the ranks' channel for {name} could not be opened: {error}") from error
+            absent = [r for r, at in (self._look("at") or {}).items() if at is None]
+            who = f"rank {absent[0]} of {self.size} did not come" if absent else str(error)
+            raise EkeError(f"the ranks' channel for {name} could not be opened: {who}") from error
+        self._peers = [json.loads(data) for data in self.gather(json.dumps(_me()).encode())]
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order. A collective.
@@ -61,16 +84,15 @@ class Channel:
             EkeError: a rank left, died, or kept the others waiting too long; it is named.
         """
         group = self._begin()
-        try:
-            sizes = torch.zeros((self.size, 1), dtype=torch.int64)
-            dist.all_gather(list(sizes), torch.tensor([len(data)]), group=group)
-            longest = int(sizes.max())
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(data)] = _tensor(data)
-            out = torch.zeros((self.size, longest), dtype=torch.uint8)
-            dist.all_gather(list(out), padded, group=group)
-        except (RuntimeError, ValueError) as error:
-            raise self._lost(error) from error
+        sizes = torch.zeros((self.size, 1), dtype=torch.int64)
+        mine = torch.tensor([len(data)])
+        self._end(lambda: dist.all_gather(list(sizes), mine, group=group, async_op=True))
+        longest = int(sizes.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = _tensor(data)
+        out = torch.zeros((self.size, longest), dtype=torch.uint8)
+        if longest:
+            self._end(lambda: dist.all_gather(list(out), padded, group=group, async_op=True))
         return [row[: int(n)].numpy().tobytes() for row, n in zip(out, sizes, strict=True)]
 
     def swap(self, outgoing: Sequence[bytes]) -> list[bytes]:
@@ -80,67 +102,194 @@ class Channel:
             EkeError: as for `gather`.
         """
         group = self._begin()
-        try:
-            sent = torch.tensor([len(data) for data in outgoing], dtype=torch.int64)
-            received = torch.zeros(self.size, dtype=torch.int64)
-            dist.all_to_all_single(received, sent, group=group)
-            data = _tensor(b"".join(outgoing))
-            out = torch.zeros(int(received.sum()), dtype=torch.uint8)
-            dist.all_to_all_single(out, data, received.tolist(), sent.tolist(), group=group)
-        except (RuntimeError, ValueError) as error:
-            raise self._lost(error) from error
+        sent = torch.tensor([len(data) for data in outgoing], dtype=torch.int64)
+        received = torch.zeros(self.size, dtype=torch.int64)
+        self._end(lambda: dist.all_to_all_single(received, sent, group=group, async_op=True))
+        data = _tensor(b"".join(outgoing))
+        out = torch.zeros(int(received.sum()), dtype=torch.uint8)
+        splits = received.tolist(), sent.tolist()
+        self._end(lambda: dist.all_to_all_single(out, data, *splits, group=group, async_op=True))
         stops = np.cumsum(received.numpy()).tolist()
         flat = out.numpy()
         starts = [0, *stops[:-1]]
         return [flat[a:b].tobytes() for a, b in zip(starts, stops, strict=True)]
 
     def leave(self, why: str) -> None:
-        """Take no part any more: the others' next call fails, with this reason. Not a collective.
+        """Take no part any more: the others' pending or next call fails, with this reason. Not a
+        collective.
 
         Harmless when repeated, or while another thread is in a call, which then fails.
         """
+        self._left.set()
         group, self._group = self._group, None
         if group is None:
             return
-        with contextlib.suppress(EkeError):  # rank 0 is gone with its store: nobody is there
-            self._store.put(f"{self._key}/left/{self.rank}", why)
-        dist.destroy_process_group(group)
+        # Whoever leaves because of another passes on who that was.
+        self._post(f"left/{self.rank}", self._lost or f"rank {self.rank} of {self.size} left: {why}")
+        with contextlib.suppress(ValueError, AssertionError):  # the whole job was left before
+            dist.destroy_process_group(group)
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.is_completed():
+            _hold(pending, group)
+
+    # ------------------------------------------------------------------ one call
 
     def _begin(self) -> dist.ProcessGroup:
-        self._calls += 1
-        if self._group is None:
+        if self._left.is_set() or self._group is None:
             raise EkeError(f"this rank has left the channel for {self._name}")
-        self._store.put(f"{self._key}/at/{self.rank}", self._calls)
+        if self._lost:
+            raise EkeError(self._lost)
+        self._calls += 1
+        self._post(f"at/{self.rank}", self._calls)
         return self._group
 
-    def _lost(self, error: Exception) -> EkeError:
-        """Who is at fault: whoever has left, else whoever has not come to this call."""
-        if self._group is None:
-            return EkeError(f"this rank has left the channel for {self._name}")
-        left, late = {}, []
-        for rank in range(self.size):
-            if rank != self.rank:
-                why = self._store.get(f"{self._key}/left/{rank}")
-                if why is not None:
-                    left[rank] = str(why)
-                elif (self._store.get(f"{self._key}/at/{rank}") or 0) < self._calls:
-                    late.append(rank)
-        if left:
-            rank, why = min(left.items())
-            return EkeError(f"rank {rank} of {self.size} has left: {why}")
-        first = str(error).splitlines()[0]
-        timed_out = "imed out" in first or "imeout" in first
-        if late and timed_out:
-            return EkeError(
-                f"rank {late[0]} of {self.size} kept the others waiting for "
-                f"{self._patience_s:g} s ({self._name})",
-                fix="See in its log what it is doing; start the job again to resume",
+    def _end(self, begin: Callable[[], Any]) -> None:
+        """Begin a call and wait for it; meanwhile see whether the others can still come."""
+        deadline = time.monotonic() + self._patience_s
+        look = time.monotonic() + 2 * LOOK_S
+        try:
+            self._pending = pending = begin()
+        except (RuntimeError, ValueError) as error:
+            self._fail(str(error))
+        while True:
+            now = time.monotonic()
+            if self._left.is_set():
+                raise EkeError(f"this rank has left the channel for {self._name}")
+            try:
+                pending.wait(timedelta(seconds=max(0.001, min(LOOK_S, deadline - now))))
+            except RuntimeError as error:
+                if pending.is_completed():
+                    self._fail(str(error))
+            else:
+                self._pending = None
+                return
+            now = time.monotonic()
+            if now > deadline:
+                self._fail("")
+            if now > look:
+                look = now + 2 * LOOK_S
+                if found := self._who_left() or self._who_ended():
+                    self._lost = found
+                    raise EkeError(found)
+
+    def _fail(self, error: str) -> NoReturn:
+        """Raise who is at fault: whoever has left or ended, else whoever has not come.
+
+        Args:
+            error: what torch says; "" if the others took too long.
+        """
+        found = self._who_left() or self._who_ended()
+        if found:
+            self._lost = found
+            raise EkeError(found)
+        at = self._look("at")
+        late = [rank for rank, calls in (at or {}).items() if (calls or 0) < self._calls]
+        if at is None:
+            late = [0]  # it serves the store
+        if not error or "imed out" in error.splitlines()[0]:
+            who = f"rank {late[0]} of {self.size}" if late else "a rank"
+            stopped = f", its process {self._peers[late[0]]['pid']} is stopped" if (
+                late and self._state(late[0]) == "stopped"
+            ) else ""
+            self._lost = (
+                f"{who} kept the others waiting for {self._patience_s:g} s ({self._name}{stopped})"
+            )
+            raise EkeError(
+                self._lost, fix="See in its log what it is doing; start the job again to resume"
             )
         who = f"rank {late[0]} of {self.size}" if late else "a rank"
-        return EkeError(
-            f"{who} is gone ({self._name}): {first}",
-            fix="See in its log how it ended; start the job again to resume",
+        self._lost = f"{who} is gone ({self._name}): {error.splitlines()[0]}"
+        raise EkeError(
+            self._lost, fix="See in its log how it ended; start the job again to resume"
         )
+
+    # ------------------------------------------------------------------ the others
+
+    def _who_left(self) -> str:
+        left = {rank: why for rank, why in (self._look("left") or {}).items() if why is not None}
+        return str(min(left.items())[1]) if left else ""
+
+    def _who_ended(self) -> str:
+        """Ranks of this machine whose process is over, named; "" for none."""
+        for rank in range(len(self._peers)):
+            if rank != self.rank and self._state(rank) == "ended":
+                return (
+                    f"rank {rank} of {self.size} is gone ({self._name}): its process "
+                    f"{self._peers[rank]['pid']} has ended"
+                )
+        return ""
+
+    def _state(self, rank: int) -> str:
+        """"ended", "stopped" or "": what is seen of a rank's process, if it is on this machine."""
+        peer = self._peers[rank] if self._peers else {}
+        if not peer or peer["machine"] != self._peers[self.rank]["machine"]:
+            return ""
+        try:
+            process = psutil.Process(peer["pid"])
+            if abs(process.create_time() - peer["started"]) > 1:
+                return "ended"
+            status = process.status()
+        except psutil.NoSuchProcess:
+            return "ended"
+        except psutil.Error:
+            return ""
+        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return "ended"
+        return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
+
+    def _post(self, name: str, value: Any) -> None:
+        """Tell the others, if rank 0 still serves the store: without it nobody is there to hear."""
+        _within(STORE_S, lambda: self._store.put(f"{self._key}/{name}", value))
+
+    def _look(self, name: str) -> dict[int, Any] | None:
+        """What the other ranks told, by rank; None if rank 0 does not answer."""
+
+        def look() -> dict[int, Any]:
+            others = (rank for rank in range(self.size) if rank != self.rank)
+            return {rank: self._store.get(f"{self._key}/{name}/{rank}") for rank in others}
+
+        return _within(STORE_S, look)
+
+
+def _hold(pending: dist.Work, group: dist.ProcessGroup) -> None:
+    """Keep a group until what is under way on it has ended: torch would wait for it wherever the
+    last reference goes. It ends when the others leave too, or when their patience does."""
+
+    def wait() -> None:
+        while not pending.is_completed():
+            time.sleep(LOOK_S)
+        held.clear()
+
+    held = [group]
+    threading.Thread(target=wait, name="eke-channel-end", daemon=True).start()
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T | None:
+    """The result; None if it does not come in time, or if the store is gone.
+
+    torch's store waits without end for a process that is stopped.
+    """
+    done: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(EkeError):
+            done.append(work())
+
+    thread = threading.Thread(target=run, name="eke-channel-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done[0] if done else None
+
+
+def _me() -> dict[str, Any]:
+    """This process, so that others on the same machine can see what becomes of it."""
+    machine = [psutil.boot_time() if not Path("/proc").exists() else ""]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with contextlib.suppress(OSError):
+            link = Path(path)
+            machine.append(str(link.readlink()) if link.is_symlink() else link.read_text().strip())
+    me = psutil.Process()
+    return {"machine": machine, "pid": me.pid, "started": me.create_time()}
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -120,6 +120,18 @@ def _open_store(timeout_s: float) -> Store:
         ) from error
 
 
+def ranks_around() -> int:
+    """How many ranks there seem to be, whether or not this process has joined them with `init`.
+
+    Raises:
+        InputError: WORLD_SIZE in the environment is not a whole number.
+    """
+    size = _number("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+    if dist.is_available() and dist.is_initialized():
+        size = max(size, dist.get_world_size())
+    return size
+
+
 def store() -> Store | None:
     """The job's key-value store, for any thread; None when there is one rank."""
     return _store
