@@ -1,47 +1,70 @@
+"""Which exchange a job gets, and that the exchange among threads keeps its promises: tests of the
+protocol rest on it."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eke.batching import Ranks
+from eke.batching import Alone, Exchange
+from eke.batching.exchange import exchange_of_job
 from eke.errors import EkeError, InputError
 
-RunRanks = Callable[[int, Callable[[Ranks], Any]], list[Any]]
+RunRanks = Callable[[int, Callable[[Exchange], Any]], list[Any]]
 
 
-def test_contents_come_in_rank_order(run_ranks: RunRanks) -> None:
-    results = run_ranks(3, lambda ranks: ranks.agree({"a": 1}, {"rank": ranks.rank}))
-    assert results == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.binary(max_size=9), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_bytes_arrive_where_they_are_sent(run_ranks: RunRanks, sent: list[list[bytes]]) -> None:
+    def run(exchange: Exchange) -> Any:
+        mine = sent[exchange.rank]
+        return exchange.gather(mine[0]), exchange.swap(mine)
+
+    for rank, (gathered, swapped) in enumerate(run_ranks(3, run)):
+        assert gathered == [one[0] for one in sent]
+        assert swapped == [one[rank] for one in sent]
 
 
-@pytest.mark.parametrize("kind", [EkeError, InputError])
-def test_a_fault_on_one_rank_is_raised_on_all(run_ranks: RunRanks, kind: type[EkeError]) -> None:
-    def run(ranks: Ranks) -> Any:
-        return ranks.agree({}, {}, kind("sample 3: bad") if ranks.rank == 1 else None)
+def test_a_rank_that_leaves_fails_the_others_calls(run_ranks: RunRanks) -> None:
+    def run(exchange: Exchange) -> Any:
+        if exchange.rank == 1:
+            exchange.leave("it went home")
+        return exchange.gather(b"x")
 
     results = run_ranks(3, run)
-    assert {type(result) for result in results} == {kind}
-    assert {str(result) for result in results} == {"rank 1 of 3: sample 3: bad."}
+    assert [str(r) for r in results] == [
+        "rank 1 of 3 has left: it went home.",
+        "this rank has left.",
+        "rank 1 of 3 has left: it went home.",
+    ]
 
 
-def test_ranks_with_different_headers_are_told_the_difference(run_ranks: RunRanks) -> None:
-    results = run_ranks(2, lambda ranks: ranks.agree({"seed": ranks.rank, "window": 4}, {}))
-    for result in results:
-        assert isinstance(result, InputError)
-        assert "rank 0 and rank 1 differ" in str(result)
-        assert "{'seed': 1}" in str(result)
-        assert "window" not in str(result)
+def test_alone_everything_is_ones_own() -> None:
+    alone = exchange_of_job(1.0)
+    assert isinstance(alone, Alone)
+    assert (alone.rank, alone.size) == (0, 1)
+    assert alone.gather(b"ab") == alone.swap([b"ab"]) == [b"ab"]
+    alone.leave("done")
+    for call in (lambda: alone.gather(b""), lambda: alone.swap([b""])):
+        with pytest.raises(EkeError, match="this rank has left"):
+            call()
 
 
-def test_alone_without_a_job() -> None:
-    ranks = Ranks.of_job()
-    assert (ranks.rank, ranks.size) == (0, 1)
-    assert ranks.agree({}, {"x": [1]}) == [{"x": [1]}]
-
-
-def test_a_job_that_was_not_joined_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_were_not_joined_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=r"WORLD_SIZE is 2 .*eke.distributed.world.init"):
-        Ranks.of_job()
+    with pytest.raises(InputError, match=r"there are 2 ranks .*Call eke\.distributed\.init\(\)"):
+        exchange_of_job(1.0)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(InputError, match="WORLD_SIZE in the environment is not a whole number"):
+        exchange_of_job(1.0)
+    # Ranks that mp.spawn started know of one another without a word in the environment.
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    with pytest.raises(InputError, match="there are 4 ranks"):
+        exchange_of_job(1.0)
