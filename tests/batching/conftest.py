@@ -42,6 +42,7 @@ class Meeting:
         self.turn = threading.Condition()
         self.calls: dict[int, dict[int, list[bytes]]] = {}
         self.left: dict[int, str] = {}
+        self.beside: dict[int, Meeting] = {}
 
 
 class MemoryExchange:
@@ -49,7 +50,14 @@ class MemoryExchange:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self.rank, self.size = meeting, rank, meeting.size
-        self._call = 0
+        self._call = self._others = 0
+
+    def another(self) -> MemoryExchange:
+        """One more among the same ranks, who all ask for theirs in the same order."""
+        self._others += 1
+        with self._meeting.turn:
+            other = self._meeting.beside.setdefault(self._others, Meeting(self.size))
+        return MemoryExchange(other, self.rank)
 
     def gather(self, data: bytes) -> list[bytes]:
         return [one[0] for one in self._all([data])]
