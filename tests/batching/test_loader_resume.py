@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eke.batching import Block, DynamicLoader, Exchange
+from eke.batching.order import Place
 from eke.errors import EkeError, InputError
 
 MakeDataset = Callable[[Sequence[int]], Any]
@@ -199,6 +200,78 @@ def test_a_dataset_that_changed_under_the_state_is_noticed(token_dataset: MakeDa
     loader.load_state_dict(state)
     with pytest.raises(EkeError, match="no longer gives the samples"):
         next(loader.blocks())
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_of_200_steps_resumes_at_every_step(
+    token_dataset: MakeDataset, packing: bool
+) -> None:
+    """Each step, and the state after it, follows from the state before it alone."""
+    dataset = token_dataset([1 + (i * 29) % 31 for i in range(760)])
+    settings = {**SETTINGS, "packing": packing, "window": 32, "per_step": "tokens:50", "epochs": 1}
+    with DynamicLoader(dataset, **settings) as loader:
+        states = [loader.state_dict()]
+        whole = []
+        for block in loader.blocks():
+            whole.append(content(block))
+            states.append(json.loads(json.dumps(block.position)))
+    assert len(whole) >= 200
+    assert sum(any(state["waiting"]) for state in states) > 50 or not packing
+    with DynamicLoader(dataset, **settings) as loader:
+        for at, state in enumerate(states):
+            loader.load_state_dict(state)
+            assert [content(b) for b in itertools.islice(loader.blocks(), 1)] == whole[at : at + 1]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_job_that_ends_after_every_step_on_2_3_1_and_2_ranks(
+    token_dataset: MakeDataset, run_ranks: RunRanks, packing: bool
+) -> None:
+    """Nothing of a killed job is left but its last state; samples that wait are in it."""
+    dataset = token_dataset([1 + (i * 29) % 31 for i in range(440)])
+    settings = {**SETTINGS, "packing": packing, "window": 4, "per_step": "tokens:60"}
+    seen: Counter[tuple[int, int]] = Counter()
+    state: Any = None
+    waited = 0
+    for size in itertools.cycle((2, 3, 1, 2)):
+        uids, blocks, state, _ = run_stage(run_ranks, size, dataset, state, 1, settings)
+        waited += any(state["waiting"])
+        seen.update(uids)
+        if not blocks:
+            break
+    assert seen == Counter((e, i) for e in range(2) for i in range(440))
+    assert state["block"] >= 200
+    assert waited > 20
+
+
+def test_resuming_near_the_end_of_a_million_samples_reads_a_window(
+    token_dataset: MakeDataset,
+) -> None:
+    """The epoch's order is a million whole numbers, made anew; samples are what is dear."""
+    reads: list[int] = []
+
+    class Million:
+        def __len__(self) -> int:
+            return 1_000_000
+
+        def __getitem__(self, index: int) -> Any:
+            reads.append(index)
+            return {"input_ids": [1] * 5, "labels": [1] * 5}
+
+    settings = {**SETTINGS, "window": 50}
+    with DynamicLoader(Million(), **settings) as loader:
+        order = loader._order.window(Place(1), 1_000_000)[0]
+        block = next(loader.blocks())
+        state = {**block.position, "epoch": 1, "cursor": 999_900}
+        state |= {"taken": 0, "delivered": [], "waiting": []}
+        reads.clear()
+        loader.load_state_dict(state)
+        uids = [uid for mb in next(loader.blocks()) for uid in mb.uids]
+        assert sorted(reads) == sorted(order[999_900:999_950])
+        assert {index for _, index in uids} <= set(reads)
+        assert len(json.dumps(loader.state_dict())) < 2000
+        rest = [uid for block in loader.blocks() for mb in block for uid in mb.uids]
+    assert sorted(uids + rest) == sorted((1, i) for i in order[999_900:])
 
 
 def test_resuming_reads_the_current_window_only(token_dataset: MakeDataset) -> None:
