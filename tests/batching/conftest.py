@@ -85,7 +85,7 @@ class MemoryExchange:
             if len(there) == self.size:
                 return [there[rank] for rank in range(self.size)]
             if meeting.left:
-                rank, why = min(meeting.left.items())
+                rank, why = next(iter(meeting.left.items()))  # the others left because of it
                 raise EkeError(f"rank {rank} of {self.size} has left: {why}")
             late = min(set(range(self.size)) - there.keys())
             raise EkeError(f"rank {late} of {self.size} kept the others waiting")

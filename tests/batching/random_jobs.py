@@ -75,9 +75,7 @@ def go(number: int, kill: tuple[int, int] | None, state: Any) -> None:
 
     def loader() -> DynamicLoader:
         patience = 60.0 if kill is None else 20.0
-        return DynamicLoader(
-            dataset, epochs=plan["epochs"], patience=patience, **plan["settings"]
-        )
+        return DynamicLoader(dataset, epochs=plan["epochs"], patience=patience, **plan["settings"])
 
     one = loader()
     if state is not None:

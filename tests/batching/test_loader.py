@@ -3,8 +3,12 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,7 +295,7 @@ def gradients(model: torch.nn.Module, losses: Sequence[torch.Tensor]) -> list[to
 def test_gradients_equal_those_of_one_big_batch(
     token_dataset: MakeDataset, run_ranks: RunRanks, size: int, per_step: str
 ) -> None:
-    """Exchange with unequal label counts, several micro-batches, and dummies, averaged as DDP does."""
+    """With unequal label counts, several micro-batches, and dummies, averaged as DDP does."""
     dataset, model = token_dataset(LENGTHS[:41]), CausalModel()
     ranks = all_blocks(run_ranks, size, dataset, **{**SETTINGS, "per_step": per_step})
     dummies = 0
@@ -377,6 +381,86 @@ def test_ranks_with_other_settings_or_another_position_are_refused(
         assert "position" in str(result)
 
 
+def test_ranks_at_other_samples_of_as_many_are_refused(
+    token_dataset: MakeDataset, run_ranks: RunRanks
+) -> None:
+    """Their numbers are equal, and yet each would train on samples that the other leaves out."""
+    dataset = token_dataset([5] * 90)
+    settings = {**SETTINGS, "window": 32}
+    with DynamicLoader(dataset, exchange=Alone(), **{**settings, "window": 64}) as alone:
+        state = next(alone.blocks()).position
+        state["config"]["window"] = 32
+    assert len(state["delivered"]) > 10
+    states = [state, {**state, "delivered": state["delivered"][::-1]}]
+
+    def run(exchange: Exchange) -> None:
+        loader = DynamicLoader(dataset, exchange=exchange, **settings)
+        loader.load_state_dict({**states[exchange.rank], "world_size": 2})
+        next(loader.blocks())
+
+    for result in run_ranks(2, run):
+        assert isinstance(result, InputError)
+        assert "the loaders of rank 0 and rank 1 differ" in str(result)
+
+
+@pytest.mark.parametrize("change", [{"epochs": 2}, {"num_workers": 1}, {"window": 17}])
+def test_ranks_that_would_not_make_the_same_calls_are_refused(
+    token_dataset: MakeDataset, run_ranks: RunRanks, change: dict[str, int]
+) -> None:
+    def run(exchange: Exchange) -> None:
+        settings = {**SETTINGS, "epochs": 1} | (change if exchange.rank == 1 else {})
+        with DynamicLoader(token_dataset(LENGTHS), exchange=exchange, **settings) as loader:
+            next(loader.blocks())
+
+    for result in run_ranks(2, run):
+        assert isinstance(result, InputError)
+        assert next(iter(change)) in str(result)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_rank_that_closes_is_named_on_the_others(
+    token_dataset: MakeDataset, run_ranks: RunRanks, ahead: bool
+) -> None:
+    def run(exchange: Exchange) -> None:
+        loader = DynamicLoader(token_dataset(LENGTHS), exchange=exchange, **SETTINGS)
+        loader._thread_ahead = ahead
+        with loader:
+            for block in loader.blocks():
+                if exchange.rank == 1 and block.index == 3:
+                    break
+
+    results = run_ranks(3, run)
+    assert results[1] is None
+    text = "rank 1 of 3 has left: it closed its loader."
+    assert [(type(r), str(r)) for r in (results[0], results[2])] == [(EkeError, text)] * 2
+    assert not [t for t in threading.enumerate() if t.name.startswith("eke-")]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_all_ranks_stop_at_the_same_step_for_the_same_reason(
+    token_dataset: MakeDataset, run_ranks: RunRanks, ahead: bool
+) -> None:
+    def run(exchange: Exchange) -> Any:
+        loader = DynamicLoader(token_dataset(LENGTHS), exchange=exchange, **SETTINGS)
+        loader._thread_ahead = ahead
+        with loader:
+            steps = []
+            for block in loader.blocks():
+                steps.append(block.index)
+                if exchange.rank == 2 and block.index == 2:
+                    loader.stop("the budget is spent")
+            assert next(loader.blocks(), None) is None
+            loader.load_state_dict(loader.state_dict())
+            again = next(loader.blocks()).index
+            return steps, loader.stopped, again
+
+    results = run_ranks(3, run)
+    assert results == [results[0]] * 3
+    steps, stopped, again = results[0]
+    assert steps == list(range(len(steps)))
+    assert (len(steps) >= 3, again, stopped) == (True, len(steps), "")
+
+
 def test_a_job_that_was_not_joined_is_refused(
     token_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +510,22 @@ def test_nothing_is_left_behind_from_any_state(token_dataset: MakeDataset) -> No
         next(one.blocks())
 
 
+def test_no_class_of_others_is_changed(token_dataset: MakeDataset) -> None:
+    """Neither torch's loader, on which ours is built, nor the dataset's."""
+    dataset = token_dataset(LENGTHS)
+    classes = (torch.utils.data.DataLoader, token_dataset, torch.utils.data.Dataset)
+    own = {"__slotnames__"}  # kept there by Python's own pickling
+
+    def attributes() -> list[dict[str, Any]]:
+        return [{k: v for k, v in vars(one).items() if k not in own} for one in classes]
+
+    before = attributes()
+    with DynamicLoader(dataset, num_workers=1, epochs=1, **SETTINGS) as loader:
+        assert sorted(uids(list(loader.blocks()))) == [(0, i) for i in range(90)]
+    assert attributes() == before
+    assert len(torch.utils.data.DataLoader(dataset, batch_size=9)) == 10
+
+
 def test_going_on_after_a_break_loses_nothing(token_dataset: MakeDataset) -> None:
     with DynamicLoader(token_dataset(LENGTHS), epochs=1, **SETTINGS) as loader:
         first = list(itertools.islice(loader.blocks(), 3))
@@ -433,6 +533,28 @@ def test_going_on_after_a_break_loses_nothing(token_dataset: MakeDataset) -> Non
         rest = list(loader.blocks())
     seen = uids(first) + [uid for mb in steps for uid in mb.uids] + uids(rest)
     assert sorted(seen) == [(0, i) for i in range(90)]
+
+
+UNCLOSED = """
+import torch
+from eke.batching import DynamicLoader
+
+class Rows:
+    def __len__(self): return 400
+    def __getitem__(self, i): return {"input_ids": [1, 2], "labels": [1, 2]}
+
+if __name__ == "__main__":
+    loader = DynamicLoader(Rows(), micro_tokens=8, per_step="tokens:16", window=8, num_workers=1)
+    print(next(loader.blocks()).index)
+"""
+
+
+def test_a_program_that_forgets_to_close_ends_as_it_should(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
 class Killing:

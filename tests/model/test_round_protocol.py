@@ -258,7 +258,9 @@ def explore_all(
 
             states += job.explore(found)
             if not start:
-                most = max(math.ceil(len(range(r, n, size)) / settings["window"]) for r in range(size))
+                most = max(
+                    math.ceil(len(range(r, n, size)) / settings["window"]) for r in range(size)
+                )
                 rounds = max(rank.rounds for rank in job.seen.values())
                 assert rounds <= most + settings.get("wait_rounds", 1)
     assert ends

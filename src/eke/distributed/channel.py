@@ -125,7 +125,9 @@ class Channel:
         if group is None:
             return
         # Whoever leaves because of another passes on who that was.
-        self._post(f"left/{self.rank}", self._lost or f"rank {self.rank} of {self.size} left: {why}")
+        self._post(
+            f"left/{self.rank}", self._lost or f"rank {self.rank} of {self.size} left: {why}"
+        )
         with contextlib.suppress(ValueError, AssertionError):  # the whole job was left before
             dist.destroy_process_group(group)
         pending, self._pending = self._pending, None
@@ -188,9 +190,11 @@ class Channel:
             late = [0]  # it serves the store
         if not error or "imed out" in error.splitlines()[0]:
             who = f"rank {late[0]} of {self.size}" if late else "a rank"
-            stopped = f", its process {self._peers[late[0]]['pid']} is stopped" if (
-                late and self._state(late[0]) == "stopped"
-            ) else ""
+            stopped = (
+                f", its process {self._peers[late[0]]['pid']} is stopped"
+                if (late and self._state(late[0]) == "stopped")
+                else ""
+            )
             self._lost = (
                 f"{who} kept the others waiting for {self._patience_s:g} s ({self._name}{stopped})"
             )
@@ -199,9 +203,7 @@ class Channel:
             )
         who = f"rank {late[0]} of {self.size}" if late else "a rank"
         self._lost = f"{who} is gone ({self._name}): {error.splitlines()[0]}"
-        raise EkeError(
-            self._lost, fix="See in its log how it ended; start the job again to resume"
-        )
+        raise EkeError(self._lost, fix="See in its log how it ended; start the job again to resume")
 
     # ------------------------------------------------------------------ the others
 
@@ -220,7 +222,7 @@ class Channel:
         return ""
 
     def _state(self, rank: int) -> str:
-        """"ended", "stopped" or "": what is seen of a rank's process, if it is on this machine."""
+        """ "ended", "stopped" or "": what is seen of a rank's process, if it is on this machine."""
         peer = self._peers[rank] if self._peers else {}
         if not peer or peer["machine"] != self._peers[self.rank]["machine"]:
             return ""
