@@ -260,6 +260,27 @@ def test_ranks_are_in_step_and_share_the_samples(
         assert [b.samples for b in ranks[0][:-1]] == [n] * (len(ranks[0]) - 1)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "waits"),
+    [
+        ([16, 1] * 20 + [5], True),
+        ([16, 15, 1, 2] * 9 + [16, 3, 9], False),
+        ([9, 0] * 10 + [7, 7], False),
+        ([1] * 10 + [16] * 3, False),
+    ],
+)
+def test_uneven_shares_lose_nothing(
+    token_dataset: MakeDataset, run_ranks: RunRanks, lengths: list[int], waits: bool
+) -> None:
+    """One rank's samples wait for those of another, which runs out of them first, or has none."""
+    settings = {"micro_tokens": 16, "per_step": "tokens:20", "window": 2, "shuffle": False}
+    ranks = all_blocks(run_ranks, 2, token_dataset(lengths), **settings)
+    usable = [i for i, n in enumerate(lengths) if n]
+    assert sorted(uid for blocks in ranks for uid in uids(blocks)) == [(0, i) for i in usable]
+    assert [len(block) for block in ranks[0]] == [len(block) for block in ranks[1]]
+    assert waits <= any(any(block.position["waiting"]) for block in ranks[0])
+
+
 def loss_sum(model: torch.nn.Module, ids_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
     """Sum of the next-token losses; padding is on the right and the model is causal."""
     logits_BTV = model(ids_BT)[:, :-1]

@@ -43,7 +43,7 @@ FAULTS = {
             return planner.Round(made.blocks, [[] for _ in shares])
         round_maker.plan_round = forget
         """,
-        "tests/batching/test_loader.py::test_ranks_are_in_step_and_share_the_samples",
+        "tests/batching/test_loader.py::test_uneven_shares_lose_nothing",
         "assert sorted(uid for blocks in ranks",
     ),
     "finished-rank rule: a rank that ran out before the others emits nothing more": Fault(
@@ -55,16 +55,18 @@ FAULTS = {
             return planner.plan_round(kept, rules, last=last, **{**more, "waited": ()})
         round_maker.plan_round = finished
         """,
-        "tests/batching/test_loader.py::test_ranks_are_in_step_and_share_the_samples",
+        "tests/batching/test_loader.py::test_uneven_shares_lose_nothing",
         "assert sorted(uid for blocks in ranks",
     ),
     "loss weights that count input tokens, not labels": Fault(
         """
         from dataclasses import replace
-        from eke.batching import batch, fetch
-        def by_input(ids, labels, *, full_length, label_tokens, loads):
-            return batch.Tokens(ids, labels, full_length, max(0, len(ids) - 1), loads)
-        fetch.Tokens = by_input
+        from eke.batching import fetch
+        sample = fetch._ChunkDataset._sample
+        def by_input(self, index):
+            made = sample(self, index)
+            return replace(made, label_tokens=max(0, len(made.ids) - 1))
+        fetch._ChunkDataset._sample = by_input
         """,
         "tests/batching/test_loader.py::test_gradients_equal_those_of_one_big_batch",
         "assert (ours - reference).abs().max() < 1e-10",
@@ -83,7 +85,7 @@ FAULTS = {
             return make(replace(self, exchange=Deaf(self.exchange)), *given)
         round_maker.RoundMaker.make = deaf
         """,
-        "tests/batching/test_loader.py::test_ranks_are_in_step_and_share_the_samples",
+        "tests/batching/test_loader.py::test_uneven_shares_lose_nothing",
         "1 failed",
     ),
     "silent no-sync: no ranks are looked for where none were joined": Fault(

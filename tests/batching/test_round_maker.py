@@ -70,7 +70,9 @@ def test_rounds_follow_one_another_and_depend_on_their_start_alone(
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    assert sorted(sum(results, [])) == [i for i in range(n) if lengths[i]]
+    assert sorted(index for result in results for index in result) == [
+        i for i in range(n) if lengths[i]
+    ]
 
 
 def test_a_wish_to_stop_ends_the_round_before_anything_is_planned(
@@ -140,4 +142,4 @@ def test_what_was_delivered_is_taken_off_the_front(
             with pytest.raises(EkeError, match="no longer gives the samples"):
                 undelivered(plans, changed)
         with pytest.raises(EkeError, match="no longer gives the samples"):
-            undelivered(plans, [*sum((p.indices() for p in plans), []), 99])
+            undelivered(plans, [*(i for plan in plans for i in plan.indices()), 99])

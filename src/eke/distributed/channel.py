@@ -158,13 +158,11 @@ class Channel:
             if self._left.is_set():
                 raise EkeError(f"this rank has left the channel for {self._name}")
             try:
-                pending.wait(timedelta(seconds=max(0.001, min(LOOK_S, deadline - now))))
+                if _is_done(pending, max(0.001, min(LOOK_S, deadline - now))):
+                    self._pending = None
+                    return
             except RuntimeError as error:
-                if pending.is_completed():
-                    self._fail(str(error))
-            else:
-                self._pending = None
-                return
+                self._fail(str(error))
             now = time.monotonic()
             if now > deadline:
                 self._fail("")
@@ -251,6 +249,21 @@ class Channel:
             return {rank: self._store.get(f"{self._key}/{name}/{rank}") for rank in others}
 
         return _within(STORE_S, look)
+
+
+def _is_done(pending: dist.Work, within_s: float) -> bool:
+    """Whether a call has come to its end, after waiting so long at most.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    try:
+        pending.wait(timedelta(seconds=within_s))
+    except RuntimeError:
+        if not pending.is_completed():
+            return False
+        pending.wait()  # the call may have ended just after the time had: then nothing is wrong
+    return True
 
 
 def _hold(pending: dist.Work, group: dist.ProcessGroup) -> None:
