@@ -221,6 +221,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "per_step": auto | st.sampled_from(["tokens:", "samples:"]).map(lambda k: f"{k}512"),
         "micro_tokens": auto | st.integers(512, 10**6),
         "window": st.integers(1, 10**6),
+        "packing": st.booleans(),
         "order_seed": st.integers(0, 2**32 - 1),
     },
     "optimizer": {

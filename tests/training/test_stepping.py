@@ -34,10 +34,10 @@ from eke.training.stepping import HISTOGRAM_BINS, SLOWEST_OF, Stepper, build_opt
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 
-def run_job(start_ranks: Any, directory: Path, ranks: int) -> list[dict[str, Any]]:
+def run_job(start_ranks: Any, directory: Path, ranks: int, *more: str) -> list[dict[str, Any]]:
     """What each rank saw. A job that hangs is killed and fails the test."""
     directory.mkdir()
-    processes = start_ranks(ranks, SCRIPT, directory)
+    processes = start_ranks(ranks, SCRIPT, directory, *more)
     try:
         errors = [process.communicate(timeout=100)[1] for process in processes]
     finally:
@@ -51,12 +51,14 @@ def run_job(start_ranks: Any, directory: Path, ranks: int) -> list[dict[str, Any
 def job(start_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The job of one rank, and that of two, each run once."""
     root = tmp_path_factory.mktemp("job")
-    done: dict[int, tuple[Path, list[dict[str, Any]]]] = {}
+    done: dict[Any, tuple[Path, list[dict[str, Any]]]] = {}
 
-    def run(ranks: int) -> tuple[Path, list[dict[str, Any]]]:
-        if ranks not in done:
-            done[ranks] = (root / str(ranks), run_job(start_ranks, root / str(ranks), ranks))
-        return done[ranks]
+    def run(ranks: int, *more: str) -> tuple[Path, list[dict[str, Any]]]:
+        key = (ranks, *more)
+        if key not in done:
+            directory = root / "-".join(map(str, key))
+            done[key] = (directory, run_job(start_ranks, directory, ranks, *more))
+        return done[key]
 
     return run
 
@@ -89,11 +91,20 @@ def reference(script: Any, uids: list[list[int]]) -> tuple[float, dict[str, torc
     return float(mean.detach()), {n: p.grad for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (1, []),
+        (2, []),
+        (2, ["packed"]),
+        pytest.param(4, [], marks=pytest.mark.slow),
+        pytest.param(4, ["packed"], marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_one_process_on_the_same_samples(
-    job: Any, script: Any, ranks: int
+    job: Any, script: Any, ranks: int, more: list[str]
 ) -> None:
-    directory, seen = job(ranks)
+    directory, seen = job(ranks, *more)
     gradients = [load_file(directory / f"gradients-{r}.safetensors") for r in range(ranks)]
     counts = {len(rank["steps"]) for rank in seen}
     assert counts == {len(seen[0]["steps"])}

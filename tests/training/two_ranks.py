@@ -1,14 +1,16 @@
 """One rank of a job, one or several; run by test_stepping.py with torchrun's environment.
 
-Takes a directory; trains a Llama in float64 on samples whose label counts differ, through the
-real loader, DDP and Stepper, with an optimizer that keeps the gradients it is given and leaves the
-weights alone. Writes `rank-R.json` (what was seen) and `gradients-R.safetensors`.
+Takes a directory, and perhaps `packed`; trains a Llama in float64 on samples whose label counts
+differ, through the real loader, DDP and Stepper, with an optimizer that keeps the gradients it is
+given and leaves the weights alone. Writes `rank-R.json` (what was seen) and
+`gradients-R.safetensors`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ class Keeper(torch.optim.Optimizer):
         )
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, *, packing: bool) -> None:
     init()
     rank, cpu = world().rank, torch.device("cpu")
     model, samples = build_model(), Samples()
@@ -113,12 +115,17 @@ def main(directory: Path) -> None:
         window=16,
         shuffle=False,
         epochs=2,
+        packing=packing,
     )
     steps: list[dict[str, Any]] = []
     with loader:
         for block in loader.blocks():
             cost = stepper.cost(block)
             assert cost["flops"] == sum(train_flops(shape, b, t) for b, t in block.shapes)
+            if packing:  # each sample by itself, and dummies
+                shapes = Counter(block.shapes)
+                assert Counter((1, n) for n in block.lengths) <= shapes
+                assert sum(t for _, t in block.shapes) == block.padded_tokens
             outcome = stepper.step(
                 block, cost, session.spent(), signalled=rank == 1, save_due=rank == 0
             )
@@ -146,4 +153,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), packing="packed" in sys.argv[2:])

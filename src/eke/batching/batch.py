@@ -59,8 +59,13 @@ class MicroBatch(Mapping[str, Tensor]):
     Padded: a mapping of `input_ids`, `labels` and `attention_mask`, each int64 [B, T], padded on
     the right. Packed: `input_ids`, `labels` and `position_ids`, int64 [1, T], the samples end to
     end, positions starting at 0 in each; where each begins and the longest are `cu_seqlens` and
-    `max_seqlen`. Pass it to a model as `model(**micro_batch)`. A dummy has no samples and no labels
-    that train: it keeps ranks in step, and its loss, of weight 0, touches every parameter.
+    `max_seqlen`. A dummy has no samples and no labels that train: it keeps ranks in step, and its
+    loss, of weight 0, touches every parameter.
+
+    Padded, pass it to a model as `model(**micro_batch)`. Packed, samples must not see one another.
+    A transformers model finds their ends in `position_ids` only if it keeps no cache and gets no
+    mask: `model(**micro_batch, use_cache=False)`; with its default `use_cache` it mixes them, and
+    says nothing. `varlen_arguments` and `block_causal_mask` are for other models.
 
     Attributes:
         uids: `(epoch, index)` of each row; empty for a dummy.
@@ -100,6 +105,33 @@ class MicroBatch(Mapping[str, Tensor]):
         """The longest sample's length."""
         return max(self.lengths, default=self.tensors["input_ids"].shape[1])
 
+    def varlen_arguments(self) -> dict[str, Any]:
+        """What transformers' varlen attention takes besides a packed micro-batch: the ends of its
+        samples and the longest, for queries and for keys."""
+        ends, longest = self.cu_seqlens, self.max_seqlen
+        return {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def block_causal_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
+        """Which tokens of its own sample, up to itself, each token sees: [1, 1, T, T] of a packed
+        micro-batch.
+
+        Args:
+            dtype: bool, True where it sees, is what scaled_dot_product_attention takes; of a
+                floating dtype it is what attention adds to its scores, 0 or the dtype's least.
+        """
+        sample_T = torch.repeat_interleave(
+            torch.arange(len(self.cu_seqlens) - 1), torch.diff(self.cu_seqlens)
+        )
+        sees_TT = (sample_T[:, None] == sample_T).tril()[None, None]
+        if dtype == torch.bool:
+            return sees_TT
+        return torch.zeros_like(sees_TT, dtype=dtype).masked_fill(~sees_TT, torch.finfo(dtype).min)
+
     @property
     def is_dummy(self) -> bool:
         """True if it has no samples."""
@@ -126,7 +158,8 @@ class Block:
     Attributes:
         index: number of blocks before this one in the run.
         lengths: tokens of each sample.
-        shapes: (samples, padded length) of every micro-batch of every rank, dummies included.
+        shapes: (samples, padded length) of every micro-batch of every rank, dummies included;
+            packed, (1, length) of every sample and dummy, since attention does not cross samples.
         tokens: real tokens.
         padded_tokens: real tokens, padding and dummies.
         label_tokens: labels that train, after the causal shift.

@@ -105,11 +105,16 @@ class BlockPlan:
         return [sample.index for sample in self.samples()]
 
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, tokens of a row) of every micro-batch of every rank."""
-        shapes = []
+        """(rows, tokens of a row) of every micro-batch of every rank; packed, (1, tokens) of every
+        sample, which attends to itself alone, and of every dummy."""
+        shapes: list[tuple[int, int]] = []
         for group in (group for step in self.steps for group in step):
-            rows = 1 if self.rules.packed or not group else len(group)
-            shapes.append((rows, self.rules.tokens(group) // rows))
+            if not group:
+                shapes.append((1, DUMMY_TOKENS))
+            elif self.rules.packed:
+                shapes += [(1, sample.length) for sample in group]
+            else:
+                shapes.append((len(group), group[0].length))
         return shapes
 
     def occupied_tokens(self) -> int:

@@ -147,6 +147,7 @@ class BatchSection(_Section):
     per_step: str = "auto"
     micro_tokens: int | Auto = "auto"
     window: int = Field(1024, ge=1)
+    packing: bool = False
     order_seed: int | None = Field(None, ge=0, lt=2**32)
 
     @field_validator("per_step", mode="before")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from eke.training.packing import packed_arguments
+
 IGNORED = -100
 
 
@@ -18,12 +20,16 @@ def token_losses(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Losses in nats, `[B, T-1]` in fp32 (fp64 of an fp64 model); 0 where the next token is not
     supervised.
 
-    The batch is padded on the right. The mask is handed over only when there is padding: without
-    it transformers takes its faster causal path.
+    The batch is padded on the right, and the mask handed over only when there is padding: without
+    it transformers takes its faster causal path. Or it is packed: `position_ids` and no mask.
     """
-    ids_BT, labels_BT, mask_BT = batch["input_ids"], batch["labels"], batch["attention_mask"]
-    padded = not bool(mask_BT.all())
-    logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT if padded else None).logits
+    ids_BT, labels_BT = batch["input_ids"], batch["labels"]
+    if "position_ids" in batch:
+        logits_BTV = model(input_ids=ids_BT, **packed_arguments(model, batch)).logits
+    else:
+        mask_BT = batch["attention_mask"]
+        padded = not bool(mask_BT.all())
+        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT if padded else None).logits
     exact = torch.promote_types(logits_BTV.dtype, torch.float32)
     losses = F.cross_entropy(
         logits_BTV[:, :-1].flatten(0, 1).to(exact),

@@ -36,6 +36,7 @@ from eke.models import (
 from eke.training.config import RunConfig
 from eke.training.evaluate import Holdout
 from eke.training.loss import IGNORED, token_losses
+from eke.training.packing import check_packing
 from eke.training.resolve import Facts, resolve
 
 PROBED_SAMPLES = 256
@@ -197,6 +198,8 @@ def prepare(
     model = loaded.model.to(device).train() if weights else loaded.model
     budget = config.budget.parse()
     speed, context = None, autocast(config, device)
+    if weights and config.batch.packing:
+        check_packing(model, shape.vocab, device, context)
     # Dropout and a clone's first weights must not move the run's random numbers.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if not weights:

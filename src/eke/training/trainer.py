@@ -272,6 +272,7 @@ class Trainer:
             # What is too long by data.max_length was dealt with per sample; the rest must train.
             overlength="solo",
             epochs=budget.epochs,
+            packing=config.batch.packing,
         )
 
     def _build(self, session: Session, loader: DynamicLoader) -> tuple[Stepper, Saving]:
