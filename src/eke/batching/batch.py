@@ -2,7 +2,8 @@
 
 Property: with `loss_sum` the sum of a micro-batch's token losses, the gradients of
 `loss_sum * scale`, added over a rank's micro-batches of a block and averaged over ranks as DDP
-does, are the gradient of the mean loss over all the block's label tokens.
+does, are the gradient of the mean loss over all the block's label tokens. For the other means of
+`Loss`, the sum is that of `token losses * weights`.
 
 Shapes: B samples in the micro-batch, T tokens in the longest of them.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,11 @@ from eke.batching.planner import DUMMY_TOKENS
 
 IGNORED = -100
 """The label of a position that does not train, as in torch's cross_entropy."""
+
+Loss = Literal["token", "sample", "sequence"]
+"""What a block's loss is the mean of, over all ranks: of the losses of its label tokens; of its
+samples' mean token losses; of its samples' summed token losses. A sample without a label that
+trains is in none."""
 
 Uid = tuple[int, int]
 """(epoch, dataset index): a sample's name, unique over the run."""
@@ -72,6 +78,7 @@ class MicroBatch(Mapping[str, Tensor]):
         lengths: real tokens of each row; empty for a dummy.
         label_tokens: labels of this micro-batch that train, after the causal shift.
         scale: factor for the summed loss, see the module; 0 if the block has no such label.
+        loss: what the mean is of; where it is "sample", the sum must be one with `weights`.
     """
 
     tensors: Mapping[str, Tensor]
@@ -79,6 +86,7 @@ class MicroBatch(Mapping[str, Tensor]):
     lengths: list[int]
     label_tokens: int
     scale: float
+    loss: Loss = "token"
 
     def __getitem__(self, key: str) -> Tensor:
         return self.tensors[key]
@@ -104,6 +112,24 @@ class MicroBatch(Mapping[str, Tensor]):
     def max_seqlen(self) -> int:
         """The longest sample's length."""
         return max(self.lengths, default=self.tensors["input_ids"].shape[1])
+
+    @property
+    def weights(self) -> Tensor:
+        """Weight of the loss of predicting each label, before `scale`: float64, as `labels`.
+
+        `(token_losses * weights[:, 1:]).sum() * scale`, with the losses of all positions but the
+        first, gives the exact mean whatever `loss` is. 0 where a label does not train; else 1, or
+        of "sample" one over the labels of its sample that train.
+        """
+        trains = self.tensors["labels"] != IGNORED
+        trains[:, :1] = False
+        weights = trains.double()
+        if self.loss != "sample" or self.is_dummy:
+            return weights
+        if self.is_packed:
+            parts = torch.tensor_split(weights[0], self.cu_seqlens[1:-1].long())
+            return torch.cat([part / part.sum().clamp(min=1) for part in parts])[None]
+        return weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
 
     def varlen_arguments(self) -> dict[str, Any]:
         """What transformers' varlen attention takes besides a packed micro-batch: the ends of its
@@ -199,10 +225,11 @@ def collate(
     pad_token_id: int,
     scale: float,
     packed: bool = False,
+    loss: Loss = "token",
 ) -> MicroBatch:
     """Pad samples on the right to the longest, or pack them; without samples, make a dummy."""
     if packed:
-        return _packed(samples, uids, pad_token_id, scale)
+        return _packed(samples, uids, pad_token_id, scale, loss)
     lengths = [len(sample.ids) for sample in samples]
     shape = (len(samples), max(lengths)) if samples else (1, DUMMY_TOKENS)
     ids_BT = np.full(shape, pad_token_id, dtype=np.int64)
@@ -220,11 +247,12 @@ def collate(
         lengths=lengths,
         label_tokens=sum(sample.label_tokens for sample in samples),
         scale=scale if samples else 0.0,
+        loss=loss,
     )
 
 
 def _packed(
-    samples: Sequence[Tokens], uids: list[Uid], pad_token_id: int, scale: float
+    samples: Sequence[Tokens], uids: list[Uid], pad_token_id: int, scale: float, loss: Loss
 ) -> MicroBatch:
     lengths = [len(sample.ids) for sample in samples]
     if samples:
@@ -244,4 +272,5 @@ def _packed(
         lengths=lengths,
         label_tokens=sum(sample.label_tokens for sample in samples),
         scale=scale if samples else 0.0,
+        loss=loss,
     )

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, get_args
 
 from eke.batching.ahead import Ahead
-from eke.batching.batch import Block, MicroBatch, Tokens, collate
+from eke.batching.batch import Block, Loss, MicroBatch, Tokens, collate
 from eke.batching.cost import CostModel
 from eke.batching.exchange import Exchange, exchange_of_job
 from eke.batching.fetch import SampleDataset, SampleFetcher
@@ -108,6 +108,8 @@ class DynamicLoader:
         wait_rounds: how many rounds a sample may wait for one that it fills better, 0 or 1; only
             where `per_step` counts tokens.
         cost: how long a micro-batch takes, and what else than tokens is capped.
+        loss: what the loss of a step is the mean of: `token`, its label tokens; `sample`, its
+            samples' mean token losses; `sequence`, its samples' summed token losses.
         patience: how long a rank may keep the others waiting, "10m" for example.
         exchange: how to reach the other ranks; by default those of the torch.distributed job.
 
@@ -132,6 +134,7 @@ class DynamicLoader:
         packing: bool = False,
         wait_rounds: int = 1,
         cost: CostModel | None = None,
+        loss: Loss = "token",
         patience: float | str = "10m",
         exchange: Exchange | None = None,
     ) -> None:
@@ -144,6 +147,9 @@ class DynamicLoader:
         if overlength not in get_args(Overlength):
             rule = f"it is one of {', '.join(get_args(Overlength))}"
             raise InputError("overlength is not a known policy", value=overlength, rule=rule)
+        if loss not in get_args(Loss):
+            rule = f"it is one of {', '.join(get_args(Loss))}"
+            raise InputError("loss is not a known mean", value=loss, rule=rule)
         if wait_rounds not in (0, 1):
             raise InputError("wait_rounds is wrong", value=wait_rounds, rule="it is 0 or 1")
         patience_s = parse_duration(patience, "the loader's patience")
@@ -165,6 +171,7 @@ class DynamicLoader:
             "shuffle": shuffle,
         }
         self._config |= {"packing": packing, "wait_rounds": wait_rounds, "cost": rules.cost.name()}
+        self._config["loss"] = self._loss = loss
         self._micro_tokens, self._overlength = micro_tokens, overlength
         self._pad_token_id, self._epochs = pad_token_id, epochs
         self._exchange = exchange or exchange_of_job(patience_s)
@@ -333,7 +340,8 @@ class DynamicLoader:
         epoch = self._progress.place.epoch
         self._advance(plan)
         label_tokens = sum(sample.label_tokens for sample in samples)
-        scale = self._size / label_tokens if label_tokens else 0.0
+        parts = label_tokens if self._loss == "token" else sum(s.label_tokens > 0 for s in samples)
+        scale = self._size / parts if parts else 0.0
         micro_batches = tuple(
             collate(
                 [self._samples.pop(sample.index) for sample in step[self._rank]],
@@ -341,6 +349,7 @@ class DynamicLoader:
                 pad_token_id=self._pad_token_id,
                 scale=scale,
                 packed=plan.rules.packed,
+                loss=self._loss,
             )
             for step in plan.steps
         )
