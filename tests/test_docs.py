@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,32 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_the_loop_of_the_readme_runs_under_two_ranks(start_ranks: Any, tmp_path: Path) -> None:
+    (loop,) = [text for text in blocks(ROOT / "README.md", "python") if "DynamicLoader" in text]
+    told = (
+        "print(json.dumps([loader.stats.blocks, loader.stats.samples, loader.stats.micro_batches,"
+        " sorted(uids), [float(p.double().sum()) for p in model.parameters()]]))"
+    )
+    noted = "            uids += batch.uids\n"
+    assert loop.count("            logits = model(") == 1
+    loop = loop.replace("            logits = model(", noted + "            logits = model(")
+    head = "import json, eke, torch\nuids = []\ntorch.manual_seed(0)\n"
+    script = tmp_path / "loop.py"
+    script.write_text(head + loop + told)
+    ranks = start_ranks(2, script)
+    try:
+        outputs = [rank.communicate(timeout=100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    zero, one = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert sorted(zero.pop(3) + one.pop(3)) == [[0, i] for i in range(55)]
+    assert zero == one
+    assert zero[:2] == [zero[0], 55]
+    assert zero[0] > 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
