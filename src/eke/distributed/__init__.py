@@ -2,6 +2,7 @@
 that are spread over them."""
 
 from eke.distributed.channel import Channel
+from eke.distributed.gradients import average_gradients
 from eke.distributed.keyvalue import Store
 from eke.distributed.sharding import (
     Box,
@@ -34,6 +35,7 @@ __all__ = [
     "Store",
     "World",
     "any_dtensor",
+    "average_gradients",
     "barrier",
     "empty_beside",
     "gather_objects",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ import torch
 from eke.batching import Block
 from eke.budget.flops import train_flops
 from eke.budget.meters import resident_bytes
-from eke.distributed import gather_objects, world
+from eke.distributed import average_gradients, gather_objects, world
 from eke.training.config import RunConfig
 from eke.training.limits import add
 from eke.training.loss import token_losses
+from eke.training.memory import Shortage, is_out_of_memory, shortages_of
 from eke.training.schedule import lr_factor, phase
 from eke.training.session import Session
 
@@ -60,6 +61,8 @@ class StepOutcome:
     finite: bool
     signalled: bool
     save_due: bool
+    shortages: Mapping[int, Shortage] = field(default_factory=dict)
+    """The ranks that ran out of memory: the step did not take place if there are any."""
 
 
 class Stepper:
@@ -99,25 +102,28 @@ class Stepper:
         signalled: bool,
         save_due: bool,
     ) -> StepOutcome:
-        """Train on a block, unless its loss is not finite; either way it counts as a step."""
+        """Train on a block, unless its loss is not finite; either way it counts as a step.
+
+        A block that does not fit into some rank's memory does not count: no rank trains on it.
+        """
         s, p, state = self._s, self._s.prepared, self._s.state
         flops = cost["flops"]
         # The rate of the middle of the step: a decay of one step is one at half the rate.
         lr = self._set_lr(add(spent, {unit: amount / 2 for unit, amount in cost.items()}))
-        loss_sum = torch.zeros((), dtype=torch.float64)
-        for i, micro in enumerate(block):
-            with self._gradients_stay_local(until_last=i < len(block) - 1):
-                batch = {k: v.to(p.device, non_blocking=True) for k, v in micro.items()}
-                with p.autocast:
-                    micro_sum = token_losses(self._model, batch).sum()
-                torch.autograd.backward(micro_sum * micro.scale)
-            loss_sum += micro_sum.detach().double().cpu()
-        clip = s.config.optimizer.clip or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(p.model.parameters(), clip))
+        loss_sum, shortage = self._accumulate(block)
         s.timeline.lap("forward and backward")
-        views = gather_objects([float(loss_sum), norm, signalled, save_due])
+        views = gather_objects([loss_sum, shortage, signalled, save_due])
+        any_signal, all_save_due = any(v[2] for v in views), bool(views[0][3])
+        shortages = shortages_of([v[1] for v in views])
+        if shortages:
+            self._optimizer.zero_grad(set_to_none=True)
+            return StepOutcome(math.nan, math.nan, False, any_signal, all_save_due, shortages)
+        average_gradients(p.model.parameters())
+        clip = s.config.optimizer.clip or math.inf
+        # Of averaged gradients, which are the same bits on every rank.
+        norm = float(torch.nn.utils.clip_grad_norm_(p.model.parameters(), clip))
         loss = math.fsum(v[0] for v in views) / max(1, block.label_tokens)
-        finite = math.isfinite(loss) and all(math.isfinite(v[1]) for v in views)
+        finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self._optimizer.step()
         self._updated()
@@ -130,7 +136,27 @@ class Stepper:
         state.flops += flops
         s.timeline.lap("optimizer")
         self._log(block, flops, loss, norm, lr, spent, finite)
-        return StepOutcome(loss, norm, finite, any(v[2] for v in views), bool(views[0][3]))
+        return StepOutcome(loss, norm, finite, any_signal, all_save_due)
+
+    def _accumulate(self, block: Block) -> tuple[float, Shortage | None]:
+        """This rank's gradients of the block, and the sum of its losses; or what did not fit."""
+        p = self._s.prepared
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        for micro in block:
+            try:
+                with self._gradients_stay_local():
+                    batch = {k: v.to(p.device, non_blocking=True) for k, v in micro.items()}
+                    with p.autocast:
+                        micro_sum = token_losses(self._model, batch).sum()
+                    torch.autograd.backward(micro_sum * micro.scale)
+                loss_sum += micro_sum.detach().double().cpu()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # The text alone is kept: the error holds on to all that the passes computed.
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                return math.nan, Shortage(micro.padded_tokens, len(micro.uids), text)
+        return float(loss_sum), None
 
     def _set_lr(self, spent: Mapping[str, float]) -> float:
         s, state = self._s, self._s.state
@@ -143,10 +169,10 @@ class Stepper:
             group["lr"] = lr
         return lr
 
-    def _gradients_stay_local(self, *, until_last: bool) -> contextlib.AbstractContextManager[Any]:
-        """DDP averages gradients once a step, with the last micro-batch."""
+    def _gradients_stay_local(self) -> contextlib.AbstractContextManager[Any]:
+        """DDP would exchange them in the backward pass, before all are known to get through it."""
         model: Any = self._model
-        if until_last and world().size > 1:
+        if world().size > 1:
             return model.no_sync()  # type: ignore[no-any-return]
         return contextlib.nullcontext()
 

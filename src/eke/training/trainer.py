@@ -33,6 +33,7 @@ from eke.budget.meters import process_age_s
 from eke.checkpoint import Checkpointer, Keep
 from eke.distributed import world
 from eke.errors import EkeError, InputError
+from eke.training import memory
 from eke.training.billing import Biller
 from eke.training.config import Cadence, RunConfig
 from eke.training.finish import write_model
@@ -323,7 +324,9 @@ class Trainer:
                 signalled=self._signal is not None,
                 save_due=saving.due(),
             )
-            if not outcome.finite:
+            if outcome.shortages:
+                memory.recover(session, loader, outcome.shortages, cost["flops"])
+            elif not outcome.finite:
                 self._recover(session, saving, outcome.loss, outcome.norm)
             elif state.step >= state.next_eval and state.decay is None:
                 oversight.evaluate_and_govern(save_due=outcome.save_due)
