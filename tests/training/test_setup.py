@@ -130,7 +130,12 @@ def test_everything_is_resolved(config_with: Any, corpus: Path) -> None:
         "eval": len(prepared.holdout),
     }
     assert len(prepared.train) + prepared.facts.n_eval == 600
-    assert said == ["reading the data", "loading the model", "reading the evaluation examples"]
+    assert said == [
+        "reading the data",
+        "loading the model",
+        "trying how much fits into memory",
+        "reading the evaluation examples",
+    ]
     assert prepare(prepared.config).config == prepared.config
 
 

@@ -7,14 +7,16 @@ took is billed as lost.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from eke.batching import DynamicLoader
 from eke.distributed import world
 from eke.errors import EkeError
-from eke.training.session import Session
+
+if TYPE_CHECKING:  # it is prepared by what asks here whether memory ran out
+    from eke.training.session import Session
 
 SHARE = 0.75
 """The next cap, as a share of the micro-batch that was too large."""

@@ -37,6 +37,7 @@ from eke.training.config import RunConfig
 from eke.training.evaluate import Holdout
 from eke.training.loss import IGNORED, token_losses
 from eke.training.packing import check_packing
+from eke.training.probing import fits_in_memory, largest_fitting
 from eke.training.resolve import Facts, resolve
 
 PROBED_SAMPLES = 256
@@ -218,7 +219,11 @@ def prepare(
         free_bytes=min(gather_objects(_free_bytes(device))),
         flops_per_s=None if speed is None else min(gather_objects(speed)),
     )
+    left_to_eke = config.batch.micro_tokens == "auto"
     config = resolve(config, facts)
+    if weights and left_to_eke:
+        say("trying how much fits into memory")
+        config = _with_probed_memory(config, model, max(lengths), device, context)
     say("reading the evaluation examples")
     n_eval = config.data.eval_examples
     micro = config.batch.micro_tokens
@@ -246,6 +251,39 @@ def prepare(
         corpus,
         facts,
     )
+
+
+def _with_probed_memory(
+    config: RunConfig,
+    model: Any,
+    longest: int,
+    device: torch.device,
+    context: contextlib.AbstractContextManager[Any],
+) -> RunConfig:
+    """The configuration with as many tokens in a pass as fit on every rank, at most as resolved.
+
+    Raises:
+        InputError: the longest sample that was looked at does not fit.
+    """
+    most = config.batch.micro_tokens
+    assert isinstance(most, int)
+
+    def fits(tokens: int) -> bool:
+        packing = config.batch.packing
+        return fits_in_memory(model, tokens, longest, device, context, packing=packing)
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        found = largest_fitting(fits, min(longest, most), most)
+    found = min(gather_objects(found))
+    if not found:
+        raise InputError(
+            "the model and the longest of the samples that were looked at do not fit into memory",
+            value=f"{longest} tokens",
+            rule="a forward and a backward pass on it, beside the optimizer's state, fit",
+            fix="Set data.max_length lower and data.overlength to truncate or skip, or choose a "
+            "smaller model",
+        )
+    return config.with_values({"batch": {"micro_tokens": found}})
 
 
 def _resolve_data(config: RunConfig, model_config: Any, device: torch.device) -> RunConfig:
