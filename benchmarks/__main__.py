@@ -11,6 +11,7 @@ NAMES = (
     "checkpoint_restore",
     "checkpoint_integrity",
     "loop_throughput",
+    "batching_efficiency",
 )
 
 

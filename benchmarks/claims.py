@@ -1,18 +1,16 @@
-"""What the checkpoint must do, as numbers that the benchmarks compute, and the verdict on each.
+"""What eke must do, as numbers that the benchmarks compute, and the verdict on each.
 
 `MUSTS` is the table of measures, one entry a row; `CLAIMS` says for each row which figure of which
-benchmark decides it. Figures are ratios to a peer's median in the same run, or plain amounts. All
-of this is pure.
+benchmark decides it. Figures are ratios to a peer's median in the same run, or plain amounts. The
+checkpoint's are here, the loader's in `batching_claims`. All of this is pure.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from benchmarks.batching_claims import BATCHING_CLAIMS, BATCHING_MUSTS
+from benchmarks.claim import Claim, Values, Verdict, judge
 
-from benchmarks.stats import quantile
+__all__ = ["CLAIMS", "KEPT", "MUSTS", "Claim", "Values", "Verdict", "deciding", "judge", "verdicts"]
 
 MUSTS = {
     "return": "save() returns in <= 5 ms",
@@ -29,52 +27,12 @@ MUSTS = {
     "restore": "verified restore <= 1.2 x torch's fastest unverified load, extra memory <= 5 %",
     "integrity": "every single-bit flip detected; 0 of 200 random kill -9 lose a committed step; "
     "resumed loss bit-identical",
+    **BATCHING_MUSTS,
 }
 """Row -> what it says."""
 
 KEPT = "dcp.async_save, kept"
 POOL_SHARE = 1 / 8
-
-Values = Mapping[tuple[str, str, str], Sequence[float]]
-"""(workload, arm, metric) -> all its values in one run."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One figure that decides (a part of) one row.
-
-    Attributes:
-        row: key of `MUSTS`.
-        script: the benchmark that measures it.
-        workload: on what.
-        metric: the median of which of eke's figures.
-        limit: it is at most this, or this many times the baseline.
-        against: the baseline is the lowest median of these arms; none for a plain amount.
-        against_metric: the baseline's figure, if it is another one.
-        arm: whose figure it is.
-    """
-
-    row: str
-    script: str
-    workload: str
-    metric: str
-    limit: float
-    unit: str = ""
-    against: tuple[str, ...] = ()
-    against_metric: str = ""
-    arm: str = "eke"
-
-    @property
-    def text(self) -> str:
-        """In one line."""
-        what = f"{self.workload}: {self.arm} {self.metric}"
-        if not self.against:
-            return f"{what} <= {self.limit:g} {self.unit}".rstrip()
-        metric = f" {self.against_metric}" if self.against_metric else ""
-        base = (
-            self.against[0] if len(self.against) == 1 else "fastest of " + ", ".join(self.against)
-        )
-        return f"{what} <= {self.limit:g} x {base}{metric}"
 
 
 def _claims() -> tuple[Claim, ...]:
@@ -122,7 +80,7 @@ def _claims() -> tuple[Claim, ...]:
         Claim("integrity", "checkpoint_integrity", "small", "steps lost", 0.0),
         Claim("integrity", "checkpoint_integrity", "small", "losses differing", 0.0),
     ]
-    return tuple(found)
+    return (*found, *BATCHING_CLAIMS)
 
 
 CLAIMS = _claims()
@@ -132,65 +90,6 @@ def deciding(script: str) -> set[tuple[str, str]]:
     """The workloads and arms of a benchmark without which a claim cannot be judged."""
     mine = [claim for claim in CLAIMS if claim.script == script]
     return {(claim.workload, arm) for claim in mine for arm in (claim.arm, *claim.against)}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was measured for a claim. `met` is None where it could not be computed."""
-
-    claim: Claim
-    measured: float | None
-    p95: float | None
-    met: bool | None
-    why: str = ""
-
-    @property
-    def word(self) -> str:
-        """In two words."""
-        return {True: "met", False: "NOT MET", None: "not measured"}[self.met]
-
-    @property
-    def shown(self) -> str:
-        """The figure."""
-        if self.measured is None:
-            return self.why
-        return f"measured {self.measured:.4g} (p95 {self.p95:.4g})"
-
-    def row(self) -> dict[str, Any]:
-        """For CSV."""
-        return {
-            "row": self.claim.row,
-            "must": MUSTS[self.claim.row],
-            "claim": self.claim.text,
-            "limit": self.claim.limit,
-            "measured": "" if self.measured is None else f"{self.measured:.6g}",
-            "p95": "" if self.p95 is None else f"{self.p95:.6g}",
-            "verdict": self.word,
-            "why": self.why,
-        }
-
-
-def judge(claim: Claim, values: Values) -> Verdict:
-    """The median (and the 95th percentile, over the same baseline) against the limit.
-
-    A baseline arm that failed is left out; if all of them did, nothing is decided.
-    """
-    own = values.get((claim.workload, claim.arm, claim.metric)) or ()
-    if not own:
-        return Verdict(claim, None, None, None, f"{claim.arm} has no figure")
-    base = 1.0
-    if claim.against:
-        metric = claim.against_metric or claim.metric
-        found = [values.get((claim.workload, arm, metric)) or () for arm in claim.against]
-        medians = [statistics.median(one) for one in found if one]
-        if not medians:
-            return Verdict(claim, None, None, None, "no baseline has a figure")
-        base = min(medians)
-        if base <= 0:
-            return Verdict(claim, None, None, None, "the baseline is lost in noise")
-    p95 = quantile(own, 0.95)
-    measured = statistics.median(own) / base
-    return Verdict(claim, measured, p95 / base, measured <= claim.limit)
 
 
 def verdicts(script: str, values: Values) -> list[Verdict]:
