@@ -12,6 +12,8 @@ NAMES = (
     "checkpoint_integrity",
     "loop_throughput",
     "batching_efficiency",
+    "batching_planner",
+    "batching_throughput",
 )
 
 

@@ -9,6 +9,8 @@ from benchmarks.claims import CLAIMS, KEPT, MUSTS, Claim, judge, verdicts
 
 from benchmarks import (
     batching_efficiency,
+    batching_planner,
+    batching_throughput,
     checkpoint_integrity,
     checkpoint_restore,
     checkpoint_save,
@@ -20,6 +22,8 @@ SCRIPTS = {
     "checkpoint_training": training,
     "checkpoint_restore": checkpoint_restore,
     "checkpoint_integrity": checkpoint_integrity,
+    "batching_planner": batching_planner,
+    "batching_throughput": batching_throughput,
 }
 ALL = {**SCRIPTS, "batching_efficiency": batching_efficiency}
 RATIO = Claim("cpu", "checkpoint_save", "W1", "cpu", 0.3, against=(KEPT, "floor"))
