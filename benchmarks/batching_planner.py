@@ -2,7 +2,7 @@
 with 64 ranks a microsecond or two a sample.
 
 CPU time of `plan_round` alone, in this process, the arms interleaved; every repetition plans
-another round, after what earlier ones left behind was collected. It says nothing about the exchange.
+another round, after what earlier ones left behind was collected. The exchange is not in it.
 """
 
 from __future__ import annotations
