@@ -207,7 +207,7 @@ def test_a_run_of_200_steps_resumes_at_every_step(
     token_dataset: MakeDataset, packing: bool
 ) -> None:
     """Each step, and the state after it, follows from the state before it alone."""
-    dataset = token_dataset([1 + (i * 29) % 31 for i in range(760)])
+    dataset = token_dataset([1 + (i * 29) % 31 for i in range(800)])
     settings = {**SETTINGS, "packing": packing, "window": 32, "per_step": "tokens:50", "epochs": 1}
     with DynamicLoader(dataset, **settings) as loader:
         states = [loader.state_dict()]
