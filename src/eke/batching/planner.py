@@ -10,6 +10,9 @@ Properties, for `plan_round`:
 - a micro-batch of more than one sample never exceeds a cap, packed or padded;
 - counting steps in tokens, a sample stays on the rank that brought it; counting in samples, every
   block is exactly the next so many samples of the epoch, and they move to where they balance it;
+  where they may not move, every full block has an equal part of each rank's samples;
+- no micro-step is of dummies alone, and counting in tokens a rank has dummies only where it has
+  fewer samples than there are micro-steps;
 - equal arguments give equal plans.
 """
 
