@@ -45,11 +45,12 @@ def test_verl_7553_cap_is_strict_after_balancing(lengths, per_step, packed):
         assert (total if packed else padded) <= CAP
 
 
-def test_verl_7553_samples_that_just_fit_are_not_balanced_above_the_cap():
+@pytest.mark.parametrize("lengths", [[7] * 4 + [1] * 4, [5, 5, 4], [8, 8, 1], [6, 6, 3, 3]])
+def test_verl_7553_samples_that_just_fit_are_not_balanced_above_the_cap(lengths):
     for packed in (True, False):
         rules = {"micro_tokens": 8, "per_step": PerStep("samples", 8), "packed": packed}
-        blocks = plan(shares_of([[7] * 4 + [1] * 4]), **rules)
-        assert all(sum(s.length for s in group) <= 8 for group in groups_of(blocks))
+        for group in groups_of(plan(shares_of([lengths]), **rules)):
+            assert sum(s.length for s in group) <= 8
 
 
 @pytest.mark.parametrize("packed", [True, False])
