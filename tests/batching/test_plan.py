@@ -18,7 +18,7 @@ def test_what_a_padded_plan_occupies() -> None:
 
 def test_what_a_packed_plan_occupies() -> None:
     block = BlockPlan(STEPS, Rules(32, PerStep("tokens", 1), packed=True))
-    assert block.shapes() == [(1, 13), (1, 4), (1, 4), (1, DUMMY_TOKENS)]
+    assert block.shapes() == [(1, 9), (1, 4), (1, 4), (1, 4), (1, DUMMY_TOKENS)]
     assert block.occupied_tokens() == 13 + 4 + 4 + DUMMY_TOKENS
     assert block.paced_tokens() == 2 * 13 + 2 * 4
 
