@@ -6,10 +6,12 @@ Pure: `contamination` and `Contamination.quiet`. All else reads /proc, so it nee
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
 import os
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -153,12 +155,19 @@ def written_bytes() -> int:
 
 
 def blocks_of(root: Path) -> dict[int, int]:
-    """Inode -> bytes on disk of every file below `root`: two links to one file are one entry."""
+    """Inode -> bytes on disk of every file below `root`: two links to one file are one entry.
+
+    What an arm is deleting meanwhile is not there any more.
+    """
     found = {}
-    for path in [root, *root.rglob("*")] if root.exists() else []:
-        if path.is_file() and not path.is_symlink():
-            about = path.stat()
-            found[about.st_ino] = about.st_blocks * 512
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                about = Path(folder, name).lstat()
+                if stat.S_ISREG(about.st_mode):
+                    found[about.st_ino] = about.st_blocks * 512
+    if root.is_file():
+        found[root.stat().st_ino] = root.stat().st_blocks * 512
     return found
 
 
