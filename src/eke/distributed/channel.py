@@ -210,14 +210,15 @@ class Channel:
         return str(min(left.items())[1]) if left else ""
 
     def _who_ended(self) -> str:
-        """Ranks of this machine whose process is over, named; "" for none."""
-        for rank in range(len(self._peers)):
-            if rank != self.rank and self._state(rank) == "ended":
-                return (
-                    f"rank {rank} of {self.size} is gone ({self._name}): its process "
-                    f"{self._peers[rank]['pid']} has ended"
-                )
-        return ""
+        """Ranks of this machine whose process is over, named; "" for none.
+
+        All of them: one that ended because of another may be seen together with it.
+        """
+        return "; ".join(
+            f"rank {rank} of {self.size} is gone ({self._name}): its process {peer['pid']} has ended"
+            for rank, peer in enumerate(self._peers)
+            if rank != self.rank and self._state(rank) == "ended"
+        )
 
     def _state(self, rank: int) -> str:
         """ "ended", "stopped" or "": what is seen of a rank's process, if it is on this machine."""
