@@ -215,7 +215,8 @@ class Channel:
         All of them: one that ended because of another may be seen together with it.
         """
         return "; ".join(
-            f"rank {rank} of {self.size} is gone ({self._name}): its process {peer['pid']} has ended"
+            f"rank {rank} of {self.size} is gone ({self._name}): "
+            f"its process {peer['pid']} has ended"
             for rank, peer in enumerate(self._peers)
             if rank != self.rank and self._state(rank) == "ended"
         )
