@@ -13,7 +13,7 @@ from eke.version import __version__
 
 if TYPE_CHECKING:
     from eke import checkpoint, testing
-    from eke.batching import DynamicLoader
+    from eke.batching import CostModel, DynamicLoader
     from eke.budget import Bill, Budget, Decision, Ledger
     from eke.checkpoint import Checkpointer, Keep, Ticket
     from eke.errors import EkeError, InputError
@@ -24,6 +24,7 @@ __all__ = [
     "Bill",
     "Budget",
     "Checkpointer",
+    "CostModel",
     "Decision",
     "DynamicLoader",
     "EkeError",
@@ -43,6 +44,7 @@ _HOMES = {
     "Bill": "eke.budget",
     "Budget": "eke.budget",
     "Checkpointer": "eke.checkpoint",
+    "CostModel": "eke.batching",
     "Decision": "eke.budget",
     "DynamicLoader": "eke.batching",
     "EkeError": "eke.errors",

@@ -151,7 +151,7 @@ class Dying:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == 7:
-            time.sleep(0.5)  # so that `start` has returned when it happens
+            time.sleep(0.5)  # so that whoever fetches ahead has gone on when it happens
             os.kill(os.getpid(), signal.SIGKILL)
         return {"input_ids": np.array([1]), "labels": np.array([1])}
 
