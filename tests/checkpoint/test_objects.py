@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 import random
@@ -52,8 +53,7 @@ OBJECTS = st.recursive(
 
 def through_json(value, name="p"):
     tree, tensors = encode(value, name)
-    data = json.dumps(tree, allow_nan=False).encode()
-    return decode(strict_json(data), tensors.__getitem__)
+    return decode(strict_json(to_json(tree)), tensors.__getitem__)
 
 
 def same(a, b):
@@ -89,7 +89,12 @@ def test_long_dicts_are_like_short_ones(few, more):
     if type(tree.get("$dict", tree)) is dict and not any(torch_like(one) for one in alone):
         assert list(tree.values()) == alone
     for nested in (tree, {"a": {"b": tree}}, [tree]):
-        assert to_json(nested) == json.dumps(nested, separators=(",", ":"), allow_nan=False)
+        assert exact(json.loads(to_json(nested))) == exact(nested)
+
+
+def exact(tree):
+    """As text: one for each order of keys, type and bit of a number."""
+    return json.dumps(tree, allow_nan=False)
 
 
 def torch_like(tree):
@@ -103,7 +108,37 @@ def test_one_odd_value_or_key_in_a_long_dict(odd, key):
     assert same(through_json(value), value)
     tree, _ = encode(value, "p")
     assert ("$dict" in tree) == (key in ("$dollar", 5))
-    assert to_json(tree) == json.dumps(tree, separators=(",", ":"), allow_nan=False)
+    assert exact(json.loads(to_json(tree))) == exact(tree)
+
+
+@pytest.mark.parametrize("text", ["half a pair \ud800", "\U0001f600 \u2028 \x00 \\u0041", "é"])
+def test_any_string_a_key_or_a_value(text):
+    tree, _ = encode({text: text, "in": [text, -0.0, 5e-324, 1.7976931348623157e308]}, "p")
+    assert exact(json.loads(to_json(tree))) == exact(tree)
+
+
+def test_what_is_nested_as_deep_as_may_be_is_written_and_read():
+    value = 1
+    for _ in range(MAX_DEPTH // 2):
+        value = {"$": (value,)}  # four levels of JSON each
+    assert same(through_json(value), value)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_many_new_containers_set_off_no_search_for_garbage(on):
+    found = []
+    note = lambda phase, info: found.append(info["generation"])  # noqa: E731
+    was = gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    gc.callbacks.append(note)
+    try:
+        encode({str(i): (i, None) for i in range(20_000)}, "p")
+        during = [generation for generation in found if generation == 2]
+        assert gc.isenabled() == on
+    finally:
+        gc.callbacks.remove(note)
+        (gc.enable if was else gc.disable)()
+    assert not during
 
 
 @given(OBJECTS)

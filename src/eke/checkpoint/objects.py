@@ -18,16 +18,19 @@ of the types in the table only.
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import math
 import struct
+import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 import torch
 
 from eke.checkpoint.checks import ManifestError
@@ -68,27 +71,35 @@ def encode(value: object, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
         InputError: something inside is not of a type in the table.
     """
     encoder = _Encoder(name)
-    return encoder.encode(value, None, 0), encoder.tensors
+    with _no_collections():
+        return encoder.encode(value, None, 0), encoder.tensors
 
 
-def to_json(tree: Any, depth: int = 0) -> str:
-    """The text of JSON values, as `json.dumps` has it.
-
-    Long dicts go piece by piece: `json` makes tuples of all of a dict's items at once, and so many
-    new ones set off a search for garbage through everything that the process has.
-    """
-    if type(tree) is dict and tree and depth < _OUTER:
-        if len(tree) <= _PIECE:
-            inner = (f"{_dumps(k)}:{to_json(v, depth + 1)}" for k, v in tree.items())
-            return "{" + ",".join(inner) + "}"
-        items = iter(tree.items())
-        pieces = iter(lambda: dict(islice(items, _PIECE)), {})
-        return "{" + ",".join(_dumps(piece)[1:-1] for piece in pieces) + "}"
-    return _dumps(tree)
+def to_json(tree: Any) -> bytes:
+    """The text of JSON values, in UTF-8; `json.loads` gives them back."""
+    try:
+        return orjson.dumps(tree)
+    except orjson.JSONEncodeError:
+        # Strings that UTF-8 has no bytes for (half a surrogate pair), or a very deep tree.
+        return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
 
 
-_OUTER, _PIECE = 5, 256
-_dumps = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """No search for garbage meanwhile: what is made here is kept, and so many new containers set
+    off searches of everything that the process has, a tenth of a second each."""
+    if not gc.isenabled() or not _pausing.acquire(blocking=False):
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        _pausing.release()
+
+
+_pausing = threading.Lock()
 
 
 class Ready(NamedTuple):
@@ -122,14 +133,12 @@ def _are_json(values: Collection[Any], kinds: set[type]) -> bool:
     numbers = kinds & _NUMBERS
     if not numbers:
         return True
-    found = values if kinds <= _NUMBERS else [v for v in values if type(v) in numbers]
-    if float in numbers:
-        try:
-            if not all(map(math.isfinite, found)):
-                return False
-        except OverflowError:
-            return False
-    return bool(min(found) >= -EXACT_INT and max(found) <= EXACT_INT)
+    found = [*values] if kinds <= _NUMBERS else [v for v in values if type(v) in numbers]
+    try:
+        # It refuses whole numbers of 2**53 and more, and writes `null` for what is not finite.
+        return b"null" not in orjson.dumps(found, option=orjson.OPT_STRICT_INTEGER)
+    except orjson.JSONEncodeError:
+        return False
 
 
 def _are_names(keys: Mapping[Any, Any]) -> bool:
@@ -226,26 +235,21 @@ class _Encoder:
 
     def _mixed(self, value: dict[str, Any], others: set[type], path: _Path, below: int) -> Any:
         """A dict of scalars that JSON has, and values of other types."""
-        found = dict(value)
+        found: dict[str, Any] = dict(value)
+        if tuple in others and below < MAX_DEPTH and self._are_plain(value.values()):
+            rows = {k: {"$tuple": [*v]} for k, v in value.items() if type(v) is tuple}
+            found.update(rows)
+            others = others - {tuple}
         for key, item in value.items() if others else ():
-            kind = type(item)
-            if kind not in others:
-                continue
-            if kind is not tuple or below == MAX_DEPTH:
+            if type(item) in others:
                 found[key] = self.encode(item, (path, key), below)
-                continue
-            for inner in item:
-                sort = type(inner)
-                if not (
-                    sort in _WORDS
-                    or (sort is int and -EXACT_INT <= inner <= EXACT_INT)
-                    or (sort is float and inner - inner == 0)
-                ):
-                    found[key] = {"$tuple": self._items(item, (path, key), below)}
-                    break
-            else:
-                found[key] = {"$tuple": [*item]}
         return found
+
+    def _are_plain(self, values: Iterable[Any]) -> bool:
+        """Whether all tuples among the values are of scalars that JSON has."""
+        inner = [*chain.from_iterable([value for value in values if type(value) is tuple])]
+        kinds = set(map(type, inner))
+        return kinds <= _SCALARS and _are_json(inner, kinds)
 
     def _pairs(self, value: Any, path: _Path, below: int) -> Any:
         encode, pairs = self.encode, []

@@ -332,7 +332,7 @@ class Save:
                 if rank == 0 or self._per_rank[name]
             },
         }
-        data = to_json(values).encode() + b"\n"
+        data = to_json(values) + b"\n"
         path = directory / objects_file(rank)
         self.doing = f"writing {path}"
         report["files"][path.name] = write_file(
