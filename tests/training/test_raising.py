@@ -101,6 +101,10 @@ def test_a_run_that_a_limit_ended_goes_on_under_a_larger_one(
     rates = [s["lr"] for s in steps]
     assert rates[5] < rates[6]  # the first decay is over
     assert rates[11] < max(rates[6:])  # and there is another
+    # The step that was too much for the first limit is the first one of the second.
+    assert run_training(write_toml(tmp_path / "whole", budget="steps = 12"), more) == 0
+    whole = standing(tmp_path / "whole" / "runs" / "run", "step")
+    assert [s["lengths"] for s in steps] == [s["lengths"] for s in whole]
     status = json.loads((run / "status.json").read_text())
     assert (status["step"], status["limits"], status["unit"]) == (12, {"steps": 12.0}, "steps")
     ledger = [r.value for r in read_records(run / "ledger.jsonl")]

@@ -306,6 +306,7 @@ class Trainer:
             oversight.evaluate()
         oversight.pace()
         session.timeline.outside()
+        trained = loader.state_dict()
         for block in loader.blocks():
             session.gather("wait")
             cost, spent, finish = agreed(
@@ -314,6 +315,8 @@ class Trainer:
             reserve = session.config.governor.reserve
             move = next_move(session.budget, spent, cost, finish, state.decay, reserve)
             if move.kind == "finish":
+                # This block does not train. Under a larger limit it is the next one.
+                loader.load_state_dict(trained)
                 return move
             if move.kind == "decay":
                 oversight.start_decay(spent, finish, move.reason, move.unit)
@@ -336,6 +339,7 @@ class Trainer:
             session.timeline.turn(state.step)
             if outcome.signalled:
                 return None
+            trained = loader.state_dict()
         return Move("finish", "every epoch is done", "epochs")
 
     @staticmethod
