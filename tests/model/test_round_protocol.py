@@ -74,7 +74,11 @@ class Earliest:
     def __init__(self, work: Callable[[], Any], name: str) -> None:
         self._made = work()
 
+    def wait(self) -> None:
+        pass
+
     def take(self) -> Any:
+        self.wait()
         return self._made
 
     def ended(self, within_s: float) -> bool:
@@ -85,10 +89,11 @@ class Latest(Earliest):
     """The next round is made when it is asked for."""
 
     def __init__(self, work: Callable[[], Any], name: str) -> None:
-        self._work = work
+        self._work: Callable[[], Any] | None = work
 
-    def take(self) -> Any:
-        return self._work()
+    def wait(self) -> None:
+        if self._work is not None:
+            self._made, self._work = self._work(), None
 
 
 @dataclass(frozen=True)

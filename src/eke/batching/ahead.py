@@ -16,6 +16,8 @@ class Ahead(Generic[T]):
         self._work: Callable[[], T] | None = work
         self._result: list[T] = []
         self._error: BaseException | None = None
+        # An interrupted `join` may take the thread for ended; an event can be waited for again.
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -27,6 +29,12 @@ class Ahead(Generic[T]):
             self._error = error
         finally:
             self._work = None
+            self._done.set()
+
+    def wait(self) -> None:
+        """Wait for the result. Where an interrupt breaks this off, it can be waited for again."""
+        self._done.wait()
+        self._thread.join()
 
     def take(self) -> T:
         """The result; waits for it. It can be taken once.
@@ -34,7 +42,7 @@ class Ahead(Generic[T]):
         Raises:
             BaseException: what the work raised.
         """
-        self._thread.join()
+        self.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -42,5 +50,7 @@ class Ahead(Generic[T]):
 
     def ended(self, within_s: float) -> bool:
         """Whether the thread is over, after waiting so long at most."""
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
+        if not self._done.wait(within_s):
+            return False
+        self._thread.join()
+        return True

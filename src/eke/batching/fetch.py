@@ -181,6 +181,9 @@ class SampleFetcher:
                 link.__traceback__ = None
                 link = link.__cause__ or link.__context__
             raise failure from error
+        except BaseException:
+            self.close()  # an interrupt may have left half of a worker's message unread
+            raise
 
     def close(self) -> None:
         """End the workers; harmless when there are none."""

@@ -403,8 +403,12 @@ class DynamicLoader:
         """Take the next round, and begin to make the one after it."""
         kept = {} if self._round is None else self._round.samples
         began = time.perf_counter()
-        ahead, self._ahead = self._ahead, None
-        made = ahead.take() if ahead is not None else self._make(self._progress, kept)
+        if self._ahead is None:
+            made = self._make(self._progress, kept)
+        else:
+            self._ahead.wait()  # an interrupt leaves it where it is, for whoever goes on
+            ahead, self._ahead = self._ahead, None
+            made = ahead.take()
         stats = self._stats
         stats.wait_s += time.perf_counter() - began
         stats.fetch_s += made.fetch_s
@@ -432,10 +436,11 @@ class DynamicLoader:
         return self._maker.make(start, kept, self._wish)
 
     def _drop_ahead(self) -> None:
-        """Let a round that is being made come to its end, on all ranks, and forget it."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.take()
+        """Let a round that is being made come to its end, on all ranks, and forget it, its faults
+        too: they show again if the loader comes back there, and a lost rank in the next call."""
+        if self._ahead is not None:
+            self._ahead.wait()
+            self._ahead = None
 
 
 _open: weakref.WeakSet[DynamicLoader] = weakref.WeakSet()
