@@ -82,12 +82,28 @@ LIVING = """
         tell(late=outcome(lambda: four.gather(b"x")))
         four.leave("tired")
         gather_objects("later")
-    for channel in (one, four):
+
+    # A rank that goes on after an interrupt in the middle of a call does not take its answer.
+    five = Channel("five", 60)
+    if rank == 0:
+        def interrupt(*_):
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            five.gather(b"x")
+        except KeyboardInterrupt:
+            tell(broken=outcome(lambda: five.gather(b"y")))
+        five.leave("done")
+    barrier()
+    if rank > 0:
+        tell(broken=outcome(lambda: five.gather(b"x")))
+    for channel in (one, four, five):
         channel.leave("done")
         channel.leave("twice")
     barrier()
     deadline = time.monotonic() + 30
-    del channel, first, one, two, three, four, seen, thread
+    del channel, first, one, two, three, four, five, seen, thread
     while counts() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     after = counts()
@@ -155,7 +171,10 @@ def test_bytes_arrive_and_whoever_leaves_or_is_late_is_named(
     assert told[0]["own"] == ["this rank has left the channel for three.", True]
     for one in told[1:]:
         assert one["others"] == ["rank 0 of 3 left: closed.", True]
-    for one in told:
+    broken = "rank 0 of 3 broke off a call (five). Close what uses the channel and open it anew."
+    assert told[0]["broken"] == [broken, True]
+    for one in told[1:]:
+        assert one["broken"] == [broken.partition(" Close")[0], True]
         assert re.match("rank 1 of 3 kept the others waiting for 1.5 s ", one["late"][0])
 
 
@@ -184,6 +203,73 @@ def test_a_stopped_rank_is_named_when_the_patience_ends(
             rf"{told[victim]['pid']} is stopped\)",
             told[rank]["lost"][0],
         )
+
+
+LAST = """
+    channel = Channel("last", 60)
+    if rank == 1:
+        # It looks for the others for a while, as if its processor were busy.
+        class Slow:
+            def __init__(self, store):
+                self.store, self.put = store, store.put
+            def get(self, key):
+                time.sleep(0.8)
+                return self.store.get(key)
+        channel._store = Slow(channel._store)
+    if rank == 2:
+        # Sizes are known to all by then; what is missing is this rank's part.
+        end, ends = channel._end, []
+        def late(begin):
+            ends.append(begin)
+            time.sleep(0.9 * (len(ends) == 2))
+            end(begin)
+        channel._end = late
+    tell(last=outcome(lambda: [d.decode() for d in channel.gather(str(rank).encode())]))
+    channel.leave("all is done")
+    barrier()
+    shutdown()
+"""
+
+
+def test_a_rank_that_leaves_with_the_answer_takes_it_from_nobody(
+    tmp_path: Path, start_ranks: Callable[..., Any]
+) -> None:
+    """Rank 1 began to look for the others before the last of them came; then rank 0 left."""
+    _, told = run(tmp_path, start_ranks, LAST)
+    assert [one["last"] for one in told] == [["0", "1", "2"]] * 3
+
+
+ENDING = """
+    channel = Channel("ending", 100)
+    waiting = threading.Thread(target=lambda: tell(own=outcome(lambda: channel.gather(b"x"))[0]))
+    if rank == 0:
+        waiting.daemon = True
+        waiting.start()
+        time.sleep(0.3)
+    barrier()
+    def start(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    threading.Thread.start = start
+    if rank > 0:
+        barrier()
+    channel.leave("Python ends")
+    if rank == 0:
+        waiting.join()
+        barrier()
+    del channel
+    gc.collect()
+    tell(ended=True)
+"""
+
+
+def test_a_python_that_ends_and_starts_no_threads_leaves_its_channels(
+    tmp_path: Path, start_ranks: Callable[..., Any]
+) -> None:
+    """As from 3.12 on, in what runs at its end; one rank is in the middle of a call."""
+    ranks, told = run(tmp_path, start_ranks, ENDING)
+    assert [(rank.returncode, rank.err) for rank in ranks] == [(0, "")] * 3
+    assert [one["ended"] for one in told] == [True] * 3
+    assert told[0]["own"] == "this rank has left the channel for ending."
 
 
 def test_one_rank_has_no_channel() -> None:

@@ -16,11 +16,12 @@ machine.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -62,7 +63,7 @@ class Channel:
         self.rank, self.size = here.rank, here.size
         self._name, self._patience_s, self._store = name, patience_s, store
         self._key = f"channel/{next(_numbers)}"
-        self._calls = 0
+        self._calls = self._done = 0  # calls that were begun, and that came to their end
         self._lost = ""
         self._group: dist.ProcessGroup | None = None
         self._pending: dist.Work | None = None
@@ -75,7 +76,11 @@ class Channel:
             absent = [r for r, at in (self._look("at") or {}).items() if at is None]
             who = f"rank {absent[0]} of {self.size} did not come" if absent else str(error)
             raise EkeError(f"the ranks' channel for {name} could not be opened: {who}") from error
-        self._peers = [json.loads(data) for data in self.gather(json.dumps(_me()).encode())]
+        try:
+            self._peers = [json.loads(data) for data in self.gather(json.dumps(_me()).encode())]
+        except BaseException:
+            self.leave("it did not open it")
+            raise
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order. A collective.
@@ -93,6 +98,7 @@ class Channel:
         out = torch.zeros((self.size, longest), dtype=torch.uint8)
         if longest:
             self._end(lambda: dist.all_gather(list(out), padded, group=group, async_op=True))
+        self._done = self._calls
         return [row[: int(n)].numpy().tobytes() for row, n in zip(out, sizes, strict=True)]
 
     def swap(self, outgoing: Sequence[bytes]) -> list[bytes]:
@@ -109,6 +115,7 @@ class Channel:
         out = torch.zeros(int(received.sum()), dtype=torch.uint8)
         splits = received.tolist(), sent.tolist()
         self._end(lambda: dist.all_to_all_single(out, data, *splits, group=group, async_op=True))
+        self._done = self._calls
         stops = np.cumsum(received.numpy()).tolist()
         flat = out.numpy()
         starts = [0, *stops[:-1]]
@@ -125,9 +132,9 @@ class Channel:
         if group is None:
             return
         # Whoever leaves because of another passes on who that was.
-        self._post(
-            f"left/{self.rank}", self._lost or f"rank {self.rank} of {self.size} left: {why}"
-        )
+        why = self._lost or f"rank {self.rank} of {self.size} left: {why}"
+        self._post(f"left/{self.rank}", [why, self._done])
+        self._post("left", True)
         with contextlib.suppress(ValueError, AssertionError):  # the whole job was left before
             dist.destroy_process_group(group)
         pending, self._pending = self._pending, None
@@ -141,6 +148,10 @@ class Channel:
             raise EkeError(f"this rank has left the channel for {self._name}")
         if self._lost:
             raise EkeError(self._lost)
+        if self._done < self._calls:
+            # The others may be in the middle of it: another call would get its answer.
+            self._lost = f"rank {self.rank} of {self.size} broke off a call ({self._name})"
+            raise EkeError(self._lost, fix="Close what uses the channel and open it anew")
         self._calls += 1
         self._post(f"at/{self.rank}", self._calls)
         return self._group
@@ -149,6 +160,7 @@ class Channel:
         """Begin a call and wait for it; meanwhile see whether the others can still come."""
         deadline = time.monotonic() + self._patience_s
         look = time.monotonic() + 2 * LOOK_S
+        gone = ""
         try:
             self._pending = pending = begin()
         except (RuntimeError, ValueError) as error:
@@ -163,14 +175,15 @@ class Channel:
                     return
             except RuntimeError as error:
                 self._fail(str(error))
+            if gone:  # what it sent before would have come by now
+                self._lost = gone
+                raise EkeError(gone)
             now = time.monotonic()
             if now > deadline:
                 self._fail("")
             if now > look:
                 look = now + 2 * LOOK_S
-                if found := self._who_left() or self._who_ended():
-                    self._lost = found
-                    raise EkeError(found)
+                gone = self._who_is_gone()
 
     def _fail(self, error: str) -> NoReturn:
         """Raise who is at fault: whoever has left or ended, else whoever has not come.
@@ -178,10 +191,10 @@ class Channel:
         Args:
             error: what torch says; "" if the others took too long.
         """
-        found = self._who_left() or self._who_ended()
-        if found:
-            self._lost = found
-            raise EkeError(found)
+        gone = self._who_is_gone()
+        if gone:
+            self._lost = gone
+            raise EkeError(gone)
         at = self._look("at")
         late = [rank for rank, calls in (at or {}).items() if (calls or 0) < self._calls]
         if at is None:
@@ -205,11 +218,21 @@ class Channel:
 
     # ------------------------------------------------------------------ the others
 
-    def _who_left(self) -> str:
-        left = {rank: why for rank, why in (self._look("left") or {}).items() if why is not None}
-        return str(min(left.items())[1]) if left else ""
+    def _who_is_gone(self) -> str:
+        """Who has left or ended without an answer to this call, and why; "" for none.
 
-    def _who_ended(self) -> str:
+        A rank that went with the answer did its part: the call ends without it.
+        """
+        # One look for all ranks: if each looked for each, the store would have too much to do.
+        if not _within(STORE_S, lambda: self._store.get(f"{self._key}/left")):
+            return self._who_ended(set())
+        told = {rank: one for rank, one in (self._look("left") or {}).items() if one is not None}
+        for why, done in told.values():
+            if done < self._calls:
+                return str(why)
+        return self._who_ended(told.keys())
+
+    def _who_ended(self, answered: Set[int]) -> str:
         """Ranks of this machine whose process is over, named; "" for none.
 
         All of them: one that ended because of another may be seen together with it.
@@ -218,7 +241,7 @@ class Channel:
             f"rank {rank} of {self.size} is gone ({self._name}): "
             f"its process {peer['pid']} has ended"
             for rank, peer in enumerate(self._peers)
-            if rank != self.rank and self._state(rank) == "ended"
+            if rank != self.rank and rank not in answered and self._state(rank) == "ended"
         )
 
     def _state(self, rank: int) -> str:
@@ -278,11 +301,15 @@ def _hold(pending: dist.Work, group: dist.ProcessGroup) -> None:
         held.clear()
 
     held = [group]
-    threading.Thread(target=wait, name="eke-channel-end", daemon=True).start()
+    try:
+        threading.Thread(target=wait, name="eke-channel-end", daemon=True).start()
+    except RuntimeError:  # Python is ending, and from 3.12 on starts none: keep it to the very end
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
-    """The result; None if it does not come in time, or if the store is gone.
+    """The result; None if it does not come in time, if the store is gone, or if Python is ending
+    and starts no threads any more.
 
     torch's store waits without end for a process that is stopped.
     """
@@ -293,7 +320,10 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
             done.append(work())
 
     thread = threading.Thread(target=run, name="eke-channel-store", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
     thread.join(seconds)
     return done[0] if done else None
 
