@@ -216,6 +216,13 @@ def test_broken_loaders_are_found(broken: type[Plain], says: str) -> None:
     assert "To mend it: " in str(caught.value)
 
 
+def test_a_sample_that_two_ranks_are_given_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another rank were given the same: every rank its share, and no sample two of them."""
+    monkeypatch.setattr("eke.testing.resumable.gather_objects", lambda value: [value, value])
+    with pytest.raises(AssertionError, match="samples twice in an epoch"):
+        assert_resumable(Plain)
+
+
 def test_a_broken_part_of_the_loaders_own_state_is_found() -> None:
     class NoWaiting(DynamicLoader):
         """Loses the samples that wait for a fuller micro-batch."""

@@ -37,7 +37,7 @@ def assert_resumable(make_loader: Callable[[], Resumable], *, steps: int = 6) ->
 
     It runs for some steps; then a new loader resumes at each of the states on the way, and all that
     it gives is compared, bit for bit: uids, numbers and tensors. With several ranks this is a
-    collective, and the states are compared between them.
+    collective: the states are compared between them, and no sample may be given to two of them.
 
     Args:
         make_loader: makes a loader that stands at its beginning, always of the same data and seed.
@@ -184,8 +184,9 @@ def _uids(item: Any) -> list[str]:
 
 
 def _once(run: _Run) -> None:
-    """No sample twice: a uid names one sample of one epoch."""
-    counts = Counter(uid for item in run.items for uid in _uids(item))
+    """No sample twice, on any rank: a uid names one sample of one epoch."""
+    own = [uid for item in run.items for uid in _uids(item)]
+    counts = Counter(uid for uids in gather_objects(own) for uid in uids)
     twice = sorted(uid for uid, n in counts.items() if n > 1)
     if twice:
         _fail(
