@@ -260,6 +260,54 @@ def test_ranks_are_in_step_and_share_the_samples(
         assert [b.samples for b in ranks[0][:-1]] == [n] * (len(ranks[0]) - 1)
 
 
+class Still:
+    """A rank's exchange that counts what is sent from rank to rank."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.rank, self.size, self.swaps = exchange.rank, exchange.size, 0
+        self.gather, self.leave, self._swap = exchange.gather, exchange.leave, exchange.swap
+
+    def swap(self, outgoing: Sequence[bytes]) -> list[bytes]:
+        self.swaps += 1
+        return self._swap(outgoing)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("packing", [False, True])
+def test_samples_that_do_not_move_stay_on_the_rank_that_fetched_them(
+    token_dataset: MakeDataset, run_ranks: RunRanks, size: int, packing: bool
+) -> None:
+    settings = {**SETTINGS, "per_step": "samples:12", "epochs": 2, "packing": packing}
+    swaps = {}
+    for move in (True, False):
+
+        def run(exchange: Exchange, move: bool = move) -> Any:
+            still = Still(exchange)
+            reads: set[int] = set()
+
+            class Counting(token_dataset):  # type: ignore[misc, valid-type]
+                def __getitem__(self, index: int) -> Any:
+                    reads.add(index)
+                    return super().__getitem__(index)
+
+            dataset = Counting(LENGTHS)
+            with DynamicLoader(dataset, exchange=still, move_samples=move, **settings) as loader:
+                blocks = list(loader.blocks())
+            return blocks, still.swaps, {i for _, i in uids(blocks)} <= reads
+
+        ranks = run_ranks(size, run)
+        assert sorted(uid for blocks, *_ in ranks for uid in uids(blocks)) == (
+            [(epoch, i) for epoch in range(2) for i in range(90)]
+        )
+        assert [[block.samples for block in blocks] for blocks, *_ in ranks] == (
+            [([12] * 7 + [6]) * 2] * size
+        )
+        swaps[move] = [count for _, count, _ in ranks]
+        assert move or all(own for *_, own in ranks)
+    assert swaps[False] == [0] * size
+    assert all(swaps[True]) == (size > 1)
+
+
 @pytest.mark.parametrize(
     ("lengths", "waits"),
     [
@@ -424,7 +472,10 @@ def test_ranks_at_other_samples_of_as_many_are_refused(
         assert "the loaders of rank 0 and rank 1 differ" in str(result)
 
 
-@pytest.mark.parametrize("change", [{"epochs": 2}, {"num_workers": 1}, {"window": 17}])
+@pytest.mark.parametrize(
+    "change",
+    [{"epochs": 2}, {"num_workers": 1}, {"window": 17}, {"move_samples": False}],
+)
 def test_ranks_that_would_not_make_the_same_calls_are_refused(
     token_dataset: MakeDataset, run_ranks: RunRanks, change: dict[str, int]
 ) -> None:

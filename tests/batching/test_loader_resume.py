@@ -169,7 +169,7 @@ def test_worlds_2_3_1(token_dataset: MakeDataset, run_ranks: RunRanks) -> None:
     "change",
     [
         {"seed": 6}, {"window": 13}, {"per_step": "tokens:101"}, {"packing": True},
-        {"overlength": "skip"}, {"shuffle": False},
+        {"overlength": "skip"}, {"shuffle": False}, {"move_samples": False},
     ],
 )  # fmt: skip
 def test_a_state_of_other_settings_is_refused(

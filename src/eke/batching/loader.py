@@ -107,6 +107,11 @@ class DynamicLoader:
         packing: micro-batches without padding, samples end to end in one row.
         wait_rounds: how many rounds a sample may wait for one that it fills better, 0 or 1; only
             where `per_step` counts tokens.
+        move_samples: where `per_step` counts samples, whether they go to the ranks that balance
+            their step, which then is exactly the next so many of the epoch. False, where they are
+            too large to send: each rank gives its equal part of every step from all its samples
+            of the round, so the order inside a round is not the epoch's, and steps are more alike
+            in their lengths.
         cost: how long a micro-batch takes, and what else than tokens is capped.
         loss: what the loss of a step is the mean of: `token`, its label tokens; `sample`, its
             samples' mean token losses; `sequence`, its samples' summed token losses.
@@ -133,6 +138,7 @@ class DynamicLoader:
         epochs: int | None = None,
         packing: bool = False,
         wait_rounds: int = 1,
+        move_samples: bool = True,
         cost: CostModel | None = None,
         loss: Loss = "token",
         patience: float | str = "10m",
@@ -153,9 +159,12 @@ class DynamicLoader:
         if wait_rounds not in (0, 1):
             raise InputError("wait_rounds is wrong", value=wait_rounds, rule="it is 0 or 1")
         patience_s = parse_duration(patience, "the loader's patience")
-        rules = Rules(
-            micro_tokens, PerStep.parse(per_step), cost or CostModel(), packing, wait_rounds
-        )
+        if not 0 < patience_s < 1e9:
+            rule = "it is above 0 and below 30 years"
+            raise InputError("the loader's patience is out of range", value=patience, rule=rule)
+        step = PerStep.parse(per_step)
+        cost = cost or CostModel()
+        rules = Rules(micro_tokens, step, cost, packing, wait_rounds, move_samples)
         samples = len(dataset)
         if samples == 0:
             raise InputError("the dataset has no samples", fix="Check the data's files and filters")
@@ -171,6 +180,7 @@ class DynamicLoader:
             "shuffle": shuffle,
         }
         self._config |= {"packing": packing, "wait_rounds": wait_rounds, "cost": rules.cost.name()}
+        self._config["move_samples"] = move_samples
         self._config["loss"] = self._loss = loss
         self._micro_tokens, self._overlength = micro_tokens, overlength
         self._pad_token_id, self._epochs = pad_token_id, epochs
