@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,6 +199,19 @@ def test_a_block_without_labels_has_scale_0(token_dataset: MakeDataset) -> None:
         ({"epochs": -1}, "epochs is too small"),
         ({"per_step": "8"}, "per_step"),
         ({"overlength": "cut"}, "error, truncate, skip, solo"),
+        ({"micro_tokens": "40"}, "micro_tokens is not a whole number; got '40'"),
+        ({"window": 3.5}, "window is not a whole number"),
+        ({"num_workers": None}, "num_workers is not a whole number"),
+        ({"seed": 1.5}, "seed is not a whole number"),
+        ({"pad_token_id": None}, "pad_token_id is not a whole number"),
+        ({"epochs": 1.5}, "epochs is not a whole number"),
+        ({"shuffle": "no"}, "shuffle is wrong; got 'no'; it is True or False"),
+        ({"packing": 1}, "packing is wrong"),
+        ({"move_samples": None}, "move_samples is wrong"),
+        ({"wait_rounds": 2}, "wait_rounds is wrong; got 2; it is one of 0, 1"),
+        ({"start_method": "thread"}, "start_method .*; got 'thread'; it is one of None, .*spawn"),
+        ({"cost": {}}, "cost is not a CostModel; got {}"),
+        ({"patience": 0}, "patience is out of range; got 0; it is above 0"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -204,6 +219,46 @@ def test_bad_arguments_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=text):
         DynamicLoader(token_dataset(LENGTHS), **{**SETTINGS, **change})
+
+
+def test_numpys_whole_numbers_are_taken(token_dataset: MakeDataset) -> None:
+    settings = {**SETTINGS, "micro_tokens": np.int64(40), "window": np.int32(16)}
+    with DynamicLoader(token_dataset(LENGTHS), epochs=1, **settings) as loader:
+        state = json.loads(json.dumps(next(loader.blocks()).position))
+    with DynamicLoader(token_dataset(LENGTHS), epochs=1, **SETTINGS) as loader:
+        loader.load_state_dict(state)
+
+
+def test_a_closed_loader_says_so(token_dataset: MakeDataset) -> None:
+    loader = DynamicLoader(token_dataset(LENGTHS), **SETTINGS)
+    state = loader.state_dict()
+    loader.close()
+    assert loader.state_dict() == state
+    for call in (
+        lambda: next(loader.blocks()),
+        lambda: next(iter(loader)),
+        lambda: loader.lower_cap(20),
+        lambda: loader.load_state_dict(state),
+    ):
+        with pytest.raises(EkeError, match="the loader is closed"):
+            call()
+
+
+def test_a_block_that_was_taken_back_is_not_counted(token_dataset: MakeDataset) -> None:
+    lengths = [min(n, 20) for n in LENGTHS]
+    with DynamicLoader(token_dataset(lengths), epochs=1, **SETTINGS) as loader:
+        kept: list[Block] = []
+        for block in loader.blocks():
+            if block.index == 4 and loader.micro_tokens == 40:
+                loader.lower_cap(20)
+            else:
+                kept.append(block)
+        stats = loader.stats
+    assert sorted(uids(kept)) == [(0, i) for i in range(90)]
+    assert (stats.blocks, stats.samples, stats.tokens) == (len(kept), 90, sum(lengths))
+    assert stats.padded_tokens == sum(block.padded_tokens for block in kept)
+    assert stats.micro_batches == sum(map(len, kept))
+    assert stats.efficiency == 1 - stats.padding
 
 
 # ------------------------------------------------------------------ several ranks

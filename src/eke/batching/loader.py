@@ -13,6 +13,7 @@ that were left on any other number; what fails on one rank is raised on all, in 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import time
 import weakref
 from collections import deque
@@ -22,6 +23,7 @@ from types import TracebackType
 from typing import Any, get_args
 
 from eke.batching.ahead import Ahead
+from eke.batching.arguments import flag, one_of, whole_number
 from eke.batching.batch import Block, Loss, MicroBatch, Tokens, collate
 from eke.batching.cost import CostModel
 from eke.batching.exchange import Exchange, exchange_of_job
@@ -42,7 +44,8 @@ CLOSE_S = 10.0
 class LoaderStats:
     """What the loader did since it was built; `counts` and `blocks` go on over a resume.
 
-    Tokens and samples are of all ranks; `micro_batches`, `dummies` and seconds are this rank's.
+    Tokens and samples are of all ranks; `micro_batches`, `dummies` and seconds are this rank's. A
+    block that `lower_cap` took back is in none.
 
     Attributes:
         padded_tokens: real tokens, padding and dummies.
@@ -144,20 +147,21 @@ class DynamicLoader:
         patience: float | str = "10m",
         exchange: Exchange | None = None,
     ) -> None:
-        _check_at_least("micro_tokens", micro_tokens, 2)
-        _check_at_least("window", window, 1)
-        _check_at_least("num_workers", num_workers, 0)
-        _check_at_least("seed", seed, 0)
-        if epochs is not None:
-            _check_at_least("epochs", epochs, 0)
-        if overlength not in get_args(Overlength):
-            rule = f"it is one of {', '.join(get_args(Overlength))}"
-            raise InputError("overlength is not a known policy", value=overlength, rule=rule)
-        if loss not in get_args(Loss):
-            rule = f"it is one of {', '.join(get_args(Loss))}"
-            raise InputError("loss is not a known mean", value=loss, rule=rule)
-        if wait_rounds not in (0, 1):
-            raise InputError("wait_rounds is wrong", value=wait_rounds, rule="it is 0 or 1")
+        micro_tokens = whole_number("micro_tokens", micro_tokens, 2)
+        window = whole_number("window", window, 1)
+        num_workers = whole_number("num_workers", num_workers, 0)
+        seed = whole_number("seed", seed, 0, most=None)
+        pad_token_id = whole_number("pad_token_id", pad_token_id, 0)
+        epochs = None if epochs is None else whole_number("epochs", epochs, 0)
+        shuffle, packing = flag("shuffle", shuffle), flag("packing", packing)
+        move_samples = flag("move_samples", move_samples)
+        one_of("overlength is not a known policy", overlength, get_args(Overlength))
+        one_of("loss is not a known mean", loss, get_args(Loss))
+        one_of("wait_rounds is wrong", wait_rounds, (0, 1))
+        methods = multiprocessing.get_all_start_methods()
+        one_of("start_method is not one of this system's", start_method, (None, *methods))
+        if not isinstance(cost, CostModel | None):
+            raise InputError("cost is not a CostModel", value=cost, fix="Give an eke.CostModel")
         patience_s = parse_duration(patience, "the loader's patience")
         if not 0 < patience_s < 1e9:
             rule = "it is above 0 and below 30 years"
@@ -251,7 +255,9 @@ class DynamicLoader:
 
         Raises:
             InputError: the state was saved with other settings or is damaged; names which.
+            EkeError: the loader is closed.
         """
+        self._check_open()
         progress = progress_of(state, self._config, self._order.n)
         # A cap that was lowered in the run stays so, unless the user asks for another one.
         lowered = state["config"].get("micro_tokens") == self._micro_tokens
@@ -271,8 +277,10 @@ class DynamicLoader:
 
         Raises:
             InputError: the cap is not lower, or too low.
+            EkeError: the loader is closed.
         """
-        _check_at_least("micro_tokens", micro_tokens, 2)
+        self._check_open()
+        micro_tokens = whole_number("micro_tokens", micro_tokens, 2)
         if micro_tokens >= self._progress.micro_tokens:
             raise InputError(
                 "a cap can only be lowered",
@@ -280,6 +288,7 @@ class DynamicLoader:
                 rule=f"below {self._progress.micro_tokens}",
             )
         self._drop_ahead()
+        self._stats = self._stats_before
         self._go_to(self._before.move_to(self._order, self._size, micro_tokens))
 
     def stop(self, why: str) -> None:
@@ -323,19 +332,23 @@ class DynamicLoader:
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EkeError("the loader is closed", fix="Build a new one and load the state into it")
+
     # ------------------------------------------------------------------ one block
 
     def _go_to(self, progress: Progress) -> None:
         """Stand at `progress`; its round is fetched and planned again when a block is asked for."""
         self._progress = self._before = progress
+        self._stats_before = replace(self._stats)
         self._queue: deque[BlockPlan] = deque()
         self._samples: dict[int, Tokens] = {}
         self._round: Round | None = None
 
     def _next_block(self, end_epoch: int | None, *, whole: bool) -> Block | None:
         """The next block, or its first micro-step alone; None at the end of `end_epoch` epochs."""
-        if self._closed:
-            raise EkeError("the loader is closed", fix="Build a new one and load the state into it")
+        self._check_open()
         while not self._queue:
             if self.stopped or (end_epoch is not None and self._progress.place.epoch >= end_epoch):
                 return None
@@ -386,7 +399,7 @@ class DynamicLoader:
             counts.truncated += overlong
         elif self._overlength == "solo":
             counts.solo += overlong
-        self._before = before
+        self._before, self._stats_before = before, replace(self._stats)
         if self._queue:
             delivered = (*before.delivered, *plan.indices())
             self._progress = replace(
@@ -461,8 +474,3 @@ def _close_all() -> None:
     """A thread that is in the middle of a call when Python ends can bring the process down."""
     for loader in list(_open):
         loader.close()
-
-
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise InputError(f"{name} is too small", value=value, rule=f"it is at least {least}")
