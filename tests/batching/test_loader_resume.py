@@ -192,6 +192,37 @@ def test_a_state_of_another_dataset_is_refused(token_dataset: MakeDataset) -> No
         DynamicLoader(named, **SETTINGS).load_state_dict(state)
 
 
+@pytest.mark.parametrize("per_step", ["tokens:100", "samples:5"])
+def test_a_state_that_another_eke_saved_in_mid_round_loses_nothing(
+    token_dataset: MakeDataset, per_step: str
+) -> None:
+    """It may have planned the round otherwise: other samples were delivered first."""
+    dataset, settings = token_dataset(LENGTHS), {**SETTINGS, "per_step": per_step, "epochs": 1}
+    with DynamicLoader(dataset, **settings) as loader:
+        first, second = itertools.islice(loader.blocks(), 2)
+    seen = [uid for mb in second for uid in mb.uids]
+    state = json.loads(json.dumps(first.position))
+    state |= {"delivered": [index for _, index in seen], "planner": "0.0.9"}
+    with DynamicLoader(dataset, **settings) as loader:
+        loader.load_state_dict(state)
+        seen += [uid for block in loader.blocks() for mb in block for uid in mb.uids]
+    assert sorted(seen) == [(0, i) for i, n in enumerate(LENGTHS) if n]
+
+
+@pytest.mark.parametrize("per_step", ["samples:5", "samples:30"])
+def test_samples_that_do_not_move_resume_on_any_number_of_ranks(
+    token_dataset: MakeDataset, run_ranks: RunRanks, per_step: str
+) -> None:
+    dataset = token_dataset(LENGTHS)
+    settings = {**SETTINGS, "per_step": per_step, "move_samples": False}
+    seen, state = [], None
+    for size, count in ((2, 3), (2, 2), (3, 4), (1, 100)):
+        uids, _, state, _ = run_stage(run_ranks, size, dataset, state, count, settings)
+        seen += uids
+    usable = [i for i, n in enumerate(LENGTHS) if n]
+    assert sorted(seen) == [(epoch, i) for epoch in range(2) for i in usable]
+
+
 def test_a_dataset_that_changed_under_the_state_is_noticed(token_dataset: MakeDataset) -> None:
     with DynamicLoader(token_dataset(LENGTHS), **SETTINGS) as loader:
         next(loader.blocks())

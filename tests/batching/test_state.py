@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from eke.batching.order import Order, Place
 from eke.batching.state import Counts, Progress, progress_of
 from eke.errors import InputError
+from eke.version import __version__
 
 CONFIG = {"seed": 3, "window": 8, "per_step": "samples:4"}
 PROGRESS = Progress(
@@ -33,7 +34,7 @@ def test_other_settings_are_refused_by_name(key: str) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"version": 1},
+        {"version": 2},
         {"version": None},
         {"epoch": -1},
         {"cursor": 31},
@@ -52,6 +53,9 @@ def test_other_settings_are_refused_by_name(key: str) -> None:
         {"waiting": [[6], [5]]},
         {"pending": [4, 4]},
         {"delivered": [9]},
+        {"block": float("inf")},
+        {"config": None},
+        {"config": ["seed"]},
     ],
 )
 def test_a_damaged_state_is_refused(damage: dict[str, Any]) -> None:
@@ -101,8 +105,9 @@ def test_another_number_of_ranks_or_cap_is_left_exactly_the_rest(
         place, 5, 2, 64, Counts(), waiting, taken, tuple(gone[1:]), tuple(gone[:1])
     )  # fmt: skip
     assert progress.move_to(order, 2, 64) == progress
-    for size, cap in ((3, 64), (2, 32)):
-        other = progress.move_to(order, size, cap)
+    for size, cap, planner in ((3, 64, __version__), (2, 32, __version__), (2, 64, "0.0.9")):
+        other = replace(progress, planner=planner).move_to(order, size, cap)
+        assert other.planner == __version__
         assert (other.world_size, other.micro_tokens) == (size, cap)
         assert (other.taken, other.block, other.waiting) == (0, 5, ())
         assert order.window(other.place, n)[0] == [i for i in before if i not in gone]

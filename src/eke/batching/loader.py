@@ -35,6 +35,7 @@ from eke.batching.state import Counts, Progress, progress_of
 from eke.batching.triage import Overlength
 from eke.budget.units import parse_duration
 from eke.errors import EkeError, InputError
+from eke.version import __version__
 
 CLOSE_S = 10.0
 """How long `close` waits for workers in the middle of a sample before it ends them."""
@@ -204,6 +205,8 @@ class DynamicLoader:
             start_method=start_method,
             cost=rules.cost,
         )
+        workers = "some" if num_workers else "none"
+        manner = {"epochs": epochs, "num_workers": workers, "eke": __version__}
         self._maker = RoundMaker(
             self._exchange,
             self._fetcher,
@@ -212,7 +215,7 @@ class DynamicLoader:
             overlength,
             round_samples,
             self._config,
-            {"epochs": epochs, "num_workers": "some" if num_workers else "none"},
+            manner,
         )
         self._stats = LoaderStats()
         self._closed = False

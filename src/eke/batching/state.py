@@ -1,8 +1,8 @@
 """What a loader's state holds, and whether a state fits a loader; pure functions over JSON values.
 
 A state names the round in progress (where it began, how many samples it took, which of them were
-delivered or dropped, for how many ranks and under which cap it was planned) and the configuration
-that the order of the samples depends on. It is the same on every rank.
+delivered or dropped, for how many ranks, under which cap and by which eke it was planned) and the
+configuration that the order of the samples depends on. It is the same on every rank.
 
 Property: whatever the number of ranks and the cap that a state is loaded for, the samples that are
 delivered, dropped or still to come are each sample of the epoch exactly once.
@@ -19,8 +19,9 @@ from typing import Any
 
 from eke.batching.order import Order, Place
 from eke.errors import InputError
+from eke.version import __version__
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Progress:
         taken: samples that the round took from the order; 0 at the start of a round.
         delivered: their indices so far, in order of delivery.
         dropped: indices that the round dropped; counted in `counts`.
+        planner: the version of eke that planned the round: another may plan otherwise.
     """
 
     place: Place
@@ -54,6 +56,7 @@ class Progress:
     taken: int = 0
     delivered: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
+    planner: str = __version__
 
     def to_json(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The state, as JSON values."""
@@ -69,6 +72,7 @@ class Progress:
             "taken": self.taken,
             "delivered": list(self.delivered),
             "dropped": list(self.dropped),
+            "planner": self.planner,
             "block": self.block,
             "counts": vars(self.counts).copy(),
         }
@@ -83,11 +87,12 @@ class Progress:
         }  # fmt: skip
 
     def move_to(self, order: Order, world_size: int, micro_tokens: int) -> Progress:
-        """The same progress for so many ranks and this cap.
+        """The same progress for so many ranks, this cap and this eke.
 
-        If either is another, the round ends here: what is left of it goes first in the next one.
+        If any is another, the round ends here: what is left of it goes first in the next one.
         """
-        if self.world_size == world_size and self.micro_tokens == micro_tokens:
+        planned = (self.world_size, self.micro_tokens, self.planner)
+        if planned == (world_size, micro_tokens, __version__):
             return self
         indices, after = order.window(self.place, self.taken)
         done = {*self.delivered, *self.dropped}
@@ -113,7 +118,9 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
             rule=f"this eke reads version {VERSION}",
             fix="Resume with the version of eke that wrote the checkpoint",
         )
-    saved = state.get("config", {})
+    saved = state.get("config")
+    if not isinstance(saved, Mapping):
+        raise _damaged(f"its config is a {type(saved).__name__}")
     # The cap is no part of what the order depends on: a round under another one is planned anew.
     differing = [k for k in config if k != "micro_tokens" and saved.get(k) != config[k]]
     if differing:
@@ -134,8 +141,9 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
             taken=int(state["taken"]),
             delivered=tuple(map(int, state["delivered"])),
             dropped=tuple(map(int, state["dropped"])),
+            planner=str(state["planner"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise _damaged(f"{type(error).__name__}: {error}") from error
     _check(progress, samples)
     return progress
