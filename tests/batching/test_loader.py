@@ -261,6 +261,17 @@ def test_a_block_that_was_taken_back_is_not_counted(token_dataset: MakeDataset) 
     assert stats.efficiency == 1 - stats.padding
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_lowered_cap_makes_no_sample_an_error(token_dataset: MakeDataset, packing: bool) -> None:
+    settings = {**SETTINGS, "packing": packing, "epochs": 1}
+    with DynamicLoader(token_dataset([5] * 30 + [38] * 3), **settings) as loader:
+        next(loader.blocks())
+        loader.lower_cap(20)
+        batches = list(itertools.chain(*loader.blocks()))
+    assert sorted(uid for mb in batches for uid in mb.uids) == [(0, i) for i in range(33)]
+    assert sorted(mb.padded_tokens for mb in batches if mb.padded_tokens > 20) == [38] * 3
+
+
 # ------------------------------------------------------------------ several ranks
 
 

@@ -34,3 +34,11 @@ def test_every_sample_has_one_fate(arrivals: list[tuple[int, int]], overlength: 
 def test_an_overlong_sample_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(InputError, match=r"sample 7 .*'11 tokens.* micro_tokens = 10.*at least 11"):
         Triage(10, "error", [[]]).add(0, Sample(7, 11, 0))
+
+
+def test_under_a_lowered_cap_only_what_never_was_allowed_is_an_error() -> None:
+    triage = Triage(10, "error", [[]], allowed=20)
+    triage.add(0, Sample(7, 20, 0))
+    assert triage.shares == [[Sample(7, 20, 0)]]
+    with pytest.raises(InputError, match="sample 8 "):
+        triage.add(0, Sample(8, 21, 0))

@@ -278,6 +278,9 @@ class DynamicLoader:
         """Take back the last block that was given, as if it never had been, and plan what is left
         under a lower cap: after running out of memory. Every rank calls it at the same step.
 
+        Samples of more tokens than that are cut or dropped where `overlength` says so; else, up to
+        `micro_tokens`, each gets a micro-batch of its own.
+
         Raises:
             InputError: the cap is not lower, or too low.
             EkeError: the loader is closed.

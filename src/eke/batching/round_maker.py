@@ -99,6 +99,7 @@ class RoundMaker:
         rules = replace(self.rules, micro_tokens=start.micro_tokens)
         waiting = start.waiting or ((),) * size
         triage = Triage(start.micro_tokens, self.overlength, [[] for _ in range(size)])
+        triage.allowed = self.rules.micro_tokens
         taken: list[int] = []
         first, waited = True, [0] * size
         while first or triage.filled(rules.per_step) < rules.per_step.amount:

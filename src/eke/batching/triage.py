@@ -18,7 +18,9 @@ Overlength = Literal["error", "truncate", "skip", "solo"]
 class Triage:
     """The samples of a round; `shares[r]` holds the usable ones of rank r.
 
-    `overlong` are the usable ones of more than `micro_tokens` tokens, cut or not.
+    `overlong` are the usable ones of more than `micro_tokens` tokens, cut or not. Of a cap that was
+    lowered, `allowed` is what it was: up to there a sample is no error, but gets a micro-batch of
+    its own.
     """
 
     micro_tokens: int
@@ -27,6 +29,7 @@ class Triage:
     empty: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     overlong: set[int] = field(default_factory=set)
+    allowed: int = 0
 
     def add(self, rank: int, sample: Sample) -> None:
         """Decide about a sample; its length is that before truncation.
@@ -38,7 +41,7 @@ class Triage:
             self.empty.append(sample.index)
             return
         if sample.length > self.micro_tokens:
-            if self.overlength == "error":
+            if self.overlength == "error" and sample.length > self.allowed:
                 raise InputError(
                     f"sample {sample.index} does not fit in a micro-batch",
                     value=f"{sample.length} tokens",
