@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eke.batching.planner import DUMMY_TOKENS
+from eke.batching.tally import Tally
 
 IGNORED = -100
 """The label of a position that does not train, as in torch's cross_entropy."""
@@ -183,12 +184,14 @@ class Block:
 
     Attributes:
         index: number of blocks before this one in the run.
-        lengths: tokens of each sample.
+        lengths: tokens of each sample, in the order of the epoch.
         shapes: (samples, padded length) of every micro-batch of every rank, dummies included;
             packed, (1, length) of every sample and dummy, since attention does not cross samples.
         tokens: real tokens.
         padded_tokens: real tokens, padding and dummies.
+        tallies: of each rank, its real tokens, its padding, and how long it waits for the slowest.
         label_tokens: labels that train, after the causal shift.
+        loss_parts: what the loss is the mean of: so many label tokens, or samples that have some.
         position: the loader's `state_dict` after this block, for a checkpoint after its step.
     """
 
@@ -198,7 +201,9 @@ class Block:
     lengths: list[int]
     shapes: list[tuple[int, int]]
     padded_tokens: int
+    tallies: list[Tally]
     label_tokens: int
+    loss_parts: int
     position: dict[str, Any]
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -32,6 +32,7 @@ from eke.batching.order import Order, Place
 from eke.batching.planner import BlockPlan, PerStep, Rules
 from eke.batching.round_maker import Round, RoundMaker
 from eke.batching.state import Counts, Progress, progress_of
+from eke.batching.tally import tally
 from eke.batching.triage import Overlength
 from eke.budget.units import parse_duration
 from eke.errors import EkeError, InputError
@@ -360,12 +361,14 @@ class DynamicLoader:
                 return None
             self._begin_round(end_epoch)
         assert self._round is not None
+        arrival = self._round.arrival
         plan = self._queue.popleft()
         if not whole:
             plan, rest = plan.first_step()
             if rest.steps:
                 self._queue.appendleft(rest)
         samples = plan.samples()
+        in_order = sorted(samples, key=lambda sample: arrival[sample.index])
         epoch = self._progress.place.epoch
         self._advance(plan)
         label_tokens = sum(sample.label_tokens for sample in samples)
@@ -388,10 +391,12 @@ class DynamicLoader:
             micro_batches,
             epoch=epoch,
             index=self._progress.block - 1,
-            lengths=[sample.length for sample in samples],
+            lengths=[sample.length for sample in in_order],
             shapes=plan.shapes(),
             padded_tokens=plan.occupied_tokens(),
+            tallies=tally(plan),
             label_tokens=label_tokens,
+            loss_parts=parts,
             position=self.state_dict(),
         )
 

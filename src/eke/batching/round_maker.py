@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class Round:
         samples: this rank's samples by index.
         empty, skipped: how many samples of all ranks were dropped for it.
         overlong: those of all ranks that were cut, or get a micro-batch of their own.
+        arrival: of each sample of all ranks, by index, how many come before it: what waited, then
+            the order of the epoch.
         stop: why all ranks stop here, instead of training on this round; "" if they do not.
     """
 
@@ -50,6 +52,7 @@ class Round:
     plans: list[BlockPlan]
     samples: dict[int, Tokens]
     overlong: set[int]
+    arrival: dict[int, int] = field(default_factory=dict)
     empty: int = 0
     skipped: int = 0
     stop: str = ""
@@ -122,6 +125,7 @@ class RoundMaker:
                     for share, one in zip(triage.shares, old, strict=True)
                 ]
             first = False
+        made.arrival = {index: n for n, index in enumerate([*chain(*waiting), *taken])}
         began = time.perf_counter()
         last = self.order.is_exhausted(made.after)
         seed = _seed(self.config["seed"], start)
