@@ -83,6 +83,17 @@ def test_an_epoch_delivers_every_sample_once(
     assert 0 < stats.efficiency == 1 - stats.padding < 1
 
 
+@pytest.mark.parametrize("per_step", ["tokens:120", "samples:7"])
+def test_lengths_are_in_the_order_of_the_epoch(token_dataset: MakeDataset, per_step: str) -> None:
+    lengths = list(range(1, 36))
+    settings = {**SETTINGS, "per_step": per_step, "shuffle": False, "wait_rounds": 0}
+    with DynamicLoader(token_dataset(lengths), epochs=1, **settings) as loader:
+        found = [block.lengths for block in loader.blocks()]
+    assert sorted(n for block in found for n in block) == lengths
+    assert all(block == sorted(block) for block in found)
+    assert len(found) > 4
+
+
 def test_epochs_have_their_own_order_and_blocks_run_through_all(
     token_dataset: MakeDataset,
 ) -> None:
@@ -315,6 +326,11 @@ def test_ranks_are_in_step_and_share_the_samples(
             total = sum(getattr(mb, name) for block in blocks for mb in block)
             assert {getattr(block, name) for block in blocks} == {total}
         assert {tuple(b.lengths) for b in blocks} == {tuple(blocks[0].lengths)}
+        assert all(b.tallies == blocks[0].tallies for b in blocks)
+        for block, of_rank in zip(blocks, blocks[0].tallies, strict=True):
+            used = [mb for mb in block if not mb.is_dummy]
+            assert of_rank.real == sum(mb.tokens for mb in used)
+            assert of_rank.padding == sum(mb.padded_tokens - mb.tokens for mb in used)
         assert Counter(blocks[0].lengths) == Counter(
             n for b in blocks for mb in b for n in mb.lengths
         )

@@ -1,4 +1,4 @@
-"""Where the ranks' time goes, against a count of every cell; plain fixed batches, against a loop."""
+"""Where the ranks' time goes, cell by cell; plain fixed batches, against a loop."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_fixed_batches_are_those_of_a_plain_sampler(lengths, ranks, most):
     assert sorted(sizes) == sorted(dealt(lengths, ranks, most))
     assert max(sizes, default=0) <= most
     # As few micro-steps as hold them.
-    assert (len(steps) - 1) * ranks * most < max(1, len(lengths)) <= max(1, len(steps) * ranks * most)
+    assert (
+        (len(steps) - 1) * ranks * most < max(1, len(lengths)) <= max(1, len(steps) * ranks * most)
+    )
     found, passes = fixed_tally(lengths, ranks, most)
     assert passes == len(steps)
     assert found == counted(steps, ranks)

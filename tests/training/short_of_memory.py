@@ -1,7 +1,7 @@
 """One rank of a job in which rank 1 has too little memory; run by test_memory.py.
 
 Takes a run.toml, and how many tokens rank 1 can take in one pass: more of them fail in the middle
-of the backward pass, as an allocation there would.
+of the backward pass, as an allocation there would. And how many in a pass of an evaluation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from eke.distributed import world
 from eke.errors import EkeError
-from eke.training import RunConfig, Trainer, stepping
+from eke.training import RunConfig, Trainer, evaluate, stepping
 
 whole = stepping.token_losses
 
@@ -37,8 +37,15 @@ def once(model: Any, batch: Any) -> torch.Tensor:
     return losses(model, batch)
 
 
+def held_out(model: Any, batch: Any) -> torch.Tensor:
+    if world().rank == world().size - 1 and batch["input_ids"].numel() > int(sys.argv[3]):
+        refuse(batch["input_ids"])
+    return whole(model, batch)
+
+
 if __name__ == "__main__":
     stepping.token_losses = once
+    evaluate.token_losses = held_out
     try:
         sys.exit(Trainer(RunConfig.load(sys.argv[1])).train().exit_code)
     except EkeError as error:

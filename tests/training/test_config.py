@@ -57,6 +57,8 @@ BAD = [
     ("[optimizer]\nlr = 0.0\n", ["optimizer.lr", "0.0", "more than 0 and less than 10"]),
     ("[optimizer]\nlr = nan\n", ["optimizer.lr", "nan", "finite"]),
     ("[optimizer]\nbetas = [0.9, 1.0]\n", ["optimizer.betas", "1.0", "less than 1"]),
+    ("[batch]\nloss = 'tokens'\n", ["batch.loss", "'tokens'", "'token', 'sample' or 'sequence'"]),
+    ("[batch]\nloss = true\n", ["batch.loss", "true and false mean nothing here"]),
     ("[optimizer]\nbetas = [0.9]\n", ["optimizer.betas", "Field required"]),
     ("[optimizer]\nwarmup_steps = -1\n", ["optimizer.warmup_steps", "-1", "0 or more"]),
     ("[governor]\nactions = ['stop']\n", ["governor.actions", "'stop'", "'decay' or 'rollback'"]),
@@ -222,6 +224,7 @@ SECTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "micro_tokens": auto | st.integers(512, 10**6),
         "window": st.integers(1, 10**6),
         "packing": st.booleans(),
+        "loss": st.sampled_from(["token", "sample", "sequence"]),
         "order_seed": st.integers(0, 2**32 - 1),
     },
     "optimizer": {

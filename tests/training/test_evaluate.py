@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eke.distributed.world import World
 from eke.errors import InputError
 from eke.models import shape_of
-from eke.training.evaluate import Holdout, Scores
-from eke.training.loss import IGNORED
+from eke.training import evaluate
+from eke.training.evaluate import EvaluationShort, Holdout, Scores
+from eke.training.loss import IGNORED, token_losses
 
 VOCAB = 97
 
@@ -146,6 +148,98 @@ def test_too_few_supervised_examples_are_refused(left: int) -> None:
         Holdout(samples, 40, pad_id=0)
 
 
+@pytest.mark.parametrize("loss", ["token", "sample", "sequence"])
+def test_the_mean_is_over_what_training_s_is(model: LlamaForCausalLM, loss: Any) -> None:
+    samples = samples_of(LENGTHS)
+    plain = score(Holdout(samples, 40, pad_id=0), model)
+    holdout = Holdout(samples, 40, pad_id=0, loss=loss)
+    found = score(holdout, model)
+    sums = [x * w for x, w in zip(plain.losses, holdout.weights, strict=True)]
+    terms = sums if loss == "sequence" else list(plain.losses)
+    means = {
+        "token": sum(sums) / sum(holdout.weights),
+        "sample": statistics.mean(plain.losses),
+        "sequence": statistics.mean(sums),
+    }
+    assert found.losses == plain.losses
+    assert found.loss == pytest.approx(means[loss], rel=1e-12)
+    assert found.se == pytest.approx(statistics.stdev(terms) / math.sqrt(len(terms)), rel=1e-9)
+
+
+def on_rank(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    monkeypatch.setattr(evaluate, "world", lambda: World(rank, size, rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 16])
+def test_any_number_of_ranks_gives_the_same_losses(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    samples = samples_of(LENGTHS)
+    alone = score(Holdout(samples, 40, pad_id=0), model)
+    told: list[Any] = []
+    monkeypatch.setattr(evaluate, "gather_objects", lambda mine: (told.append(mine), told)[1])
+    for rank in range(size):
+        on_rank(monkeypatch, rank, size)
+        holdout = Holdout(samples, 40, pad_id=0)
+        if rank < size - 1:
+            with contextlib.suppress(KeyError):  # the last rank has all parts
+                score(holdout, model)
+    found = score(holdout, model)
+    assert len(told) == size
+    assert all(part for part, _ in told) or size > len(LENGTHS)
+    assert sorted(i for part, _ in told for i, _ in part) == list(range(len(samples)))
+    assert found.losses == pytest.approx(alone.losses, rel=1e-12)
+    assert (found.loss, found.se) == pytest.approx((alone.loss, alone.se), rel=1e-12)
+
+
+@given(
+    st.lists(st.integers(2, 400), min_size=64, max_size=200),
+    st.integers(400, 20_000),
+    st.sampled_from([1, 2, 8]),
+)
+def test_little_is_wasted_whatever_the_cap(lengths: list[int], cap: int, size: int) -> None:
+    """Against groups filled to the cap from the shortest on, and dealt to the ranks in turn."""
+    with pytest.MonkeyPatch.context() as patch:
+        on_rank(patch, 0, size)
+        holdout = Holdout(samples_of(lengths), cap, pad_id=0)
+    filled: list[list[int]] = []
+    for n in sorted(lengths):
+        if not filled or (len(filled[-1]) + 1) * n > cap:
+            filled.append([])
+        filled[-1].append(n)
+    plain = [len(group) * group[-1] for group in filled]
+    slowest = max(sum(plain[rank::size]) for rank in range(size))
+    times = [0] * size
+    for (rows, longest), rank in zip(holdout.shapes(), holdout._ranks, strict=True):
+        times[rank] += rows * longest
+    assert max(times) <= slowest * 1.02 + max(lengths)
+
+
+def test_what_does_not_fit_is_told_and_fits_under_a_lower_cap(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses(model: Any, batch: Any) -> torch.Tensor:
+        if batch["input_ids"].numel() > 45:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+        return token_losses(model, batch)
+
+    samples = samples_of(LENGTHS)
+    whole = score(Holdout(samples, 100, pad_id=0), model)
+    monkeypatch.setattr(evaluate, "token_losses", losses)
+    holdout = Holdout(samples, 100, pad_id=0)
+    with pytest.raises(
+        EvaluationShort, match=r"rank 0 ran out of memory in an evalu.*allocate"
+    ) as e:
+        score(holdout, model.train())
+    assert model.training
+    (shortage,) = e.value.shortages.values()
+    rows, longest = holdout.shapes()[0]  # the largest comes first
+    assert (shortage.tokens, shortage.samples) == (rows * longest, rows)
+    holdout.limit(45)
+    found = score(holdout, model)
+    assert found.losses == pytest.approx(whole.losses, rel=1e-12)
+
+
 @given(st.lists(st.integers(2, 50), min_size=2, max_size=40), st.integers(1, 200))
 def test_groups_hold_everything_once_under_the_cap(lengths: list[int], micro_tokens: int) -> None:
     holdout = Holdout(samples_of(lengths), micro_tokens, pad_id=0)
@@ -162,7 +256,7 @@ def test_groups_hold_everything_once_under_the_cap(lengths: list[int], micro_tok
 
 def test_flops_are_those_of_the_padded_forward_passes(model: LlamaForCausalLM) -> None:
     holdout, shape = Holdout(samples_of([4, 4, 10]), 10, pad_id=0), shape_of(model)
-    assert holdout.shapes() == [(2, 4), (1, 10)]
+    assert holdout.shapes() == [(1, 10), (2, 4)]
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     attention = 2 * 2 * 32 * 2  # layers x (scores and values) x width x operations
     assert holdout.flops(shape) == 18 * 2 * linear + attention * (2 * 16 + 100)

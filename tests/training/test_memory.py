@@ -66,9 +66,11 @@ def test_a_single_sample_that_does_not_fit_is_an_error() -> None:
 # ---------------------------------------------------------------------- whole runs
 
 
-def run_ranks(start_ranks: Any, toml: Path, tokens: int) -> tuple[list[int], str]:
+def run_ranks(
+    start_ranks: Any, toml: Path, tokens: int, held_out: int = 10**9
+) -> tuple[list[int], str]:
     """Exit codes and output. A job that hangs is killed and fails the test."""
-    ranks = start_ranks(2, SCRIPT, toml, tokens)
+    ranks = start_ranks(2, SCRIPT, toml, tokens, held_out)
     try:
         output = "".join(text for rank in ranks for text in rank.communicate(timeout=100))
     finally:
@@ -85,11 +87,22 @@ def test_ranks_lower_the_cap_together_and_lose_no_sample(
     toml = write_toml(
         tmp_path, budget="epochs = 1", eval_every="99 steps", save_every="99 steps", data=few
     )
-    codes, output = run_ranks(start_ranks, toml, 90)
+    codes, output = run_ranks(start_ranks, toml, 90, 100)
     assert codes == [0, 0], output
     run = tmp_path / "runs" / "run"
-    shortages, steps = standing(run, "out_of_memory"), standing(run, "step")
+    told, steps = standing(run, "out_of_memory"), standing(run, "step")
+    evaluations = [record for record in told if record["during"] == "evaluation"]
+    # The first evaluation meets it, begins again, and those after it know.
+    assert 1 <= len(evaluations) < 3
+    assert told[: len(evaluations)] == evaluations
+    assert all(r["rank"] == 1 and r["step"] == 0 for r in evaluations)
+    assert evaluations[-1]["after"] <= 100 < evaluations[-1]["tokens"]
+    first, last = standing(run, "eval")
+    assert last["finished"]
+    assert last["loss"] < first["loss"]
+    shortages = told[len(evaluations) :]
     assert 1 <= len(shortages) < 5
+    assert {record["during"] for record in shortages} == {"step"}
     for record in shortages:
         assert record["rank"] == 1
         assert record["after"] < record["tokens"] <= record["before"]
@@ -101,11 +114,11 @@ def test_ranks_lower_the_cap_together_and_lose_no_sample(
     assert steps[-1]["loss"] < steps[0]["loss"]
     notes = [r.value for r in read_records(run / "ledger.jsonl")]
     assert [n["tokens"] for n in notes if n.get("kind") == "out_of_memory"] == [
-        record["tokens"] for record in shortages
+        record["tokens"] for record in told
     ]
     with Ledger(run / "ledger.jsonl") as ledger:
         lost = [bill for bill in ledger.bills if bill.what == "lost"]
-        assert len(lost) == len(shortages)
+        assert len(lost) == len(told)
         assert all(bill.flops and bill.seconds for bill in lost)
 
 

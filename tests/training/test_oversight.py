@@ -19,6 +19,7 @@ from eke.budget import Budget
 from eke.budget.flops import train_flops
 from eke.budget.jsonl import read_records
 from eke.errors import EkeError, InputError
+from eke.training import evaluate
 from eke.training.billing import Biller
 from eke.training.config import RunConfig
 from eke.training.limits import start_decay
@@ -77,7 +78,11 @@ def make(base: Prepared, tmp_path: Path) -> Iterator[Make]:
     ) -> Made:
         config = base.config.with_values({"governor": governor})
         prepared = replace(
-            base, config=config, model=copy.deepcopy(base.model), from_scratch=from_scratch
+            base,
+            config=config,
+            model=copy.deepcopy(base.model),
+            from_scratch=from_scratch,
+            holdout=copy.copy(base.holdout),  # its cap may be lowered
         )
         budget = budget or Budget(steps=100)
         session = Session(
@@ -235,6 +240,7 @@ def test_the_governor_comes_back_from_the_state(make: Make) -> None:
 def test_an_evaluation_is_logged_and_billed(make: Make) -> None:
     oversight, session, _ = make()
     scores = oversight.evaluate()
+    assert scores is not None
     p = session.prepared
     flops = p.holdout.flops(p.shape)
     assert session.state.flops == flops
@@ -251,6 +257,73 @@ def test_an_evaluation_is_logged_and_billed(make: Make) -> None:
     last = records(session, "metrics")[-1]
     assert last["finished"]
     assert "weights" not in last
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A pass over more tokens than this runs out of memory."""
+    whole = evaluate.token_losses
+
+    def losses(model: Any, batch: Any) -> torch.Tensor:
+        if batch["input_ids"].numel() > most:
+            raise MemoryError
+        return whole(model, batch)
+
+    monkeypatch.setattr(evaluate, "token_losses", losses)
+
+
+def test_an_evaluation_that_does_not_fit_is_done_again_in_smaller_batches(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oversight, session, _ = make()
+    whole = oversight.evaluate()
+    holdout = session.prepared.holdout
+    before = holdout.micro_tokens
+    costs = [holdout.flops(session.prepared.shape)]
+    short_of_memory(monkeypatch, 100)
+    found = oversight.evaluate()
+    assert whole is not None
+    assert found is not None
+    assert found.losses == pytest.approx(whole.losses, rel=1e-5)
+    shortages = [r for r in records(session, "metrics") if r["kind"] == "out_of_memory"]
+    assert {r["during"] for r in shortages} == {"evaluation"}
+    assert [shortages[0]["before"], shortages[-1]["after"]] == [before, holdout.micro_tokens]
+    assert holdout.micro_tokens == session.state.eval_micro_tokens <= 100 < shortages[-1]["before"]
+    notes = [r.value for r in read_records(session.run.path / "ledger.jsonl")]
+    assert [n["after"] for n in notes if n.get("kind") == "out_of_memory"] == [
+        r["after"] for r in shortages
+    ]
+    lost = [bill for bill in session.run.ledger.bills if bill.what == "lost"]
+    assert len(lost) == len(shortages)
+    assert lost[0].flops == costs[0]
+    # A run that goes on does not try again what did not fit.
+    again, resumed, _ = make(state=RunState(eval_micro_tokens=session.state.eval_micro_tokens))
+    assert resumed.prepared.holdout.micro_tokens == holdout.micro_tokens
+    assert again.evaluate() == found
+
+
+def test_one_example_that_does_not_fit_is_an_error(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oversight, session, _ = make()
+    longest = max(len(s["input_ids"]) for s in session.prepared.holdout.samples)
+    short_of_memory(monkeypatch, longest - 1)
+    with pytest.raises(EkeError, match=r"on a single sample of .* tokens: MemoryError"):
+        oversight.evaluate()
+
+
+def test_a_lost_evaluation_does_not_pass_the_budget(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, session, _ = make()
+    flops = session.prepared.holdout.flops(session.prepared.shape)
+    oversight, session, saver = make(Budget(flops=2.5 * flops), RunState(step=3, eval_interval=5))
+    short_of_memory(monkeypatch, 100)
+    oversight.evaluate_and_govern(save_due=True)
+    assert [r["kind"] for r in records(session, "metrics")] == ["out_of_memory"]
+    assert saver.calls == [("save", 3)]
+    spent = session.run.ledger.spent("flops")  # the directory, and so the ledger, is shared
+    oversight, session, _ = make(Budget(flops=spent + 1.5 * flops), RunState(step=3))
+    assert oversight.last_evaluation("the FLOP budget is used up", "flops") is None
 
 
 def test_the_best_so_far_is_saved(make: Make) -> None:

@@ -19,6 +19,7 @@ states = st.builds(
     samples=counts,
     dropped=counts,
     tokens=counts,
+    longest=counts,
     flops=st.floats(0, 1e25),
     next_eval=counts,
     eval_interval=counts,
@@ -30,6 +31,7 @@ states = st.builds(
     decay=st.none() | st.builds(Decay, amounts, amounts, st.text(), st.none() | st.just("flops")),
     corpus=st.text(),
     governor=st.none() | st.just({"config": {"horizon": 1.5}, "state": {"history": []}}),
+    eval_micro_tokens=counts,
     offsets=st.dictionaries(st.sampled_from(["ledger", "metrics", "decisions"]), counts),
 )
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from eke.batching import Block, DynamicLoader
+from eke.batching.tally import fixed_batches
 from eke.budget import Budget
 from eke.budget.flops import train_flops
 from eke.budget.jsonl import read_records
@@ -306,6 +307,16 @@ def test_what_a_step_did_is_on_record(session: Session) -> None:
     assert record["tokens"] == block.tokens == sum(block.lengths)
     assert record["padded_tokens"] == block.padded_tokens > block.tokens
     assert record["label_tokens"] == block.label_tokens
+    assert record["ranks"] == [list(one) for one in block.tallies]
+    (real, padding, waiting, dummies), fixed = record["ranks"][0], record["fixed"]
+    assert (real, real + padding) == (block.tokens, block.padded_tokens)
+    assert (waiting, dummies) == (0, 0)
+    longest = max(*session.prepared.lengths, *block.lengths)
+    assert fixed["samples"] == 64 // longest == 2
+    batches = fixed_batches(block.lengths, 1, 2)
+    assert fixed["micro_batches"] == len(batches) == -(-block.samples // 2)
+    padded = sum(len(batch) * max(batch) for (batch,) in batches)
+    assert fixed["ranks"] == [[block.tokens, padded - block.tokens, 0, 0]]
     assert record["micro_batches"] == len(block) > 1
     assert (record["length_min"], record["length_max"]) == (min(block.lengths), max(block.lengths))
     assert record["tokens_per_s"] * record["step_s"] == pytest.approx(block.tokens)
@@ -317,6 +328,56 @@ def test_what_a_step_did_is_on_record(session: Session) -> None:
     shape = session.prepared.shape
     useful = sum(train_flops(shape, 1, n) for n in block.lengths)
     assert bills[0].flops == pytest.approx(useful)
+
+
+def test_fixed_batches_are_of_what_the_longest_sample_so_far_allows(session: Session) -> None:
+    stepper, blocks = stepper_of(session), blocks_of(session, 3)
+    take(stepper, session, blocks[0])
+    session.state.longest = 64  # as if it had met one
+    take(stepper, session, blocks[1])
+    position = {**blocks[2].position, "micro_tokens": 256}
+    take(stepper, session, replace(blocks[2], position=position))
+    assert [r["fixed"]["samples"] for r in metrics(session)] == [2, 1, 4]
+    alone = metrics(session)[1]["fixed"]
+    assert alone["micro_batches"] == blocks[1].samples
+    assert alone["ranks"] == [[blocks[1].tokens, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("loss", ["token", "sample", "sequence"])
+def test_a_step_is_of_the_mean_that_was_asked_for(
+    session: Session, loss: Any, packing: bool
+) -> None:
+    """Against a loop over the samples, one at a time."""
+    p = session.prepared
+    model = p.model.double().eval()
+    with DynamicLoader(
+        p.train, micro_tokens=64, per_step="tokens:200", window=64, loss=loss, packing=packing
+    ) as loader:
+        block = next(iter(loader.blocks()))
+    total, labels, samples = torch.zeros((), dtype=torch.float64), 0, 0
+    for _, index in (uid for micro in block for uid in micro.uids):
+        item = p.train[index]
+        targets_T = item["labels"][1:]
+        if not (trained := int((targets_T != -100).sum())):
+            continue
+        logits_TV = model(input_ids=item["input_ids"][None]).logits[0, :-1]
+        one = F.cross_entropy(logits_TV, targets_T, reduction="sum")
+        total = total + (one / trained if loss == "sample" else one)
+        labels, samples = labels + trained, samples + 1
+    mean = total / (labels if loss == "token" else samples)
+    expected = torch.autograd.grad(mean, list(model.parameters()))
+    # Without clipping, and with a rate of 0: the gradients are looked at, the weights stay.
+    config = p.config.with_values({"optimizer": {"clip": 0.0}})
+    session.prepared = replace(p, config=config)
+    stepper, seen = stepper_of(session), []
+    stepper._optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(w.grad.clone() for w in model.parameters() if w.grad is not None)
+    )
+    outcome = take(stepper, session, block)
+    assert outcome.loss == pytest.approx(float(mean.detach()), rel=1e-10)
+    for found, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
 def test_a_sample_beyond_the_cap_is_in_the_histogram(session: Session) -> None:
@@ -367,7 +428,7 @@ def test_a_block_without_labels_has_no_loss(session: Session) -> None:
     stepper, (block,) = stepper_of(session), blocks_of(session, 1)
     for micro in block:
         micro["labels"].fill_(-100)
-    silent = replace(block, label_tokens=0, micro_batches=tuple(
+    silent = replace(block, label_tokens=0, loss_parts=0, micro_batches=tuple(
         replace(micro, label_tokens=0, scale=0.0) for micro in block
     ))  # fmt: skip
     outcome = take(stepper, session, silent)

@@ -11,6 +11,7 @@ order, of at most `most` samples, and no two batches differ by more than one sam
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from eke.batching.plan import DUMMY_TOKENS, BlockPlan
@@ -58,15 +59,19 @@ def fixed_batches(lengths: Sequence[int], ranks: int, most: int) -> list[list[li
         than ranks.
     """
     steps = -(-len(lengths) // (ranks * most))
-    bounds = [len(lengths) * n // (steps * ranks) for n in range(steps * ranks + 1)] if steps else []
-    batches = [list(lengths[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    bounds = (
+        [len(lengths) * n // (steps * ranks) for n in range(steps * ranks + 1)] if steps else []
+    )
+    batches = [list(lengths[a:b]) for a, b in pairwise(bounds)]
     return [batches[at : at + ranks] for at in range(0, len(batches), ranks)]
 
 
 def fixed_tally(lengths: Sequence[int], ranks: int, most: int) -> tuple[list[Tally], int]:
     """Of every rank, what `fixed_batches` hold when padded, and how many micro-steps they are."""
     steps = fixed_batches(lengths, ranks, most)
-    tallies = _tally([(sum(batch), len(batch) * max(batch, default=0)) for batch in step] for step in steps)
+    tallies = _tally(
+        [(sum(batch), len(batch) * max(batch, default=0)) for batch in step] for step in steps
+    )
     return tallies or [Tally(0, 0, 0, 0)] * ranks, len(steps)
 
 

@@ -22,7 +22,7 @@ from eke.report.records import load
 from eke.report.render import page, write_whole
 from eke.report.scales import LIMIT_POINTS, thin
 from eke.report.svg import el, figure, path, title, words
-from eke.report.view import RunView
+from eke.report.view import LOSS_UNITS, RunView
 
 MOST_RUNS = 4
 NEVER_BILLED = "—"
@@ -30,11 +30,12 @@ NEVER_BILLED = "—"
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one run's final held-out loss is from another's (nats per token, second - first)."""
+    """How far one run's final held-out loss is from another's (second - first)."""
 
     nats: float
     se: float | None
     paired: bool
+    unit: str = LOSS_UNITS["token"]
 
 
 def paired_difference(
@@ -63,7 +64,8 @@ def paired_difference(
 
 
 def difference(a: RunView, b: RunView) -> Difference | None:
-    """The difference of the final held-out losses; None where one has none."""
+    """The difference of the final held-out losses; None where one has none, or where the two are
+    means of different things. Paired over the same examples it is per token, whatever they are."""
     if a.final is None or b.final is None or a.final.loss is None or b.final.loss is None:
         return None
     both_last = a.final == a.evals[-1] and b.final == b.evals[-1]
@@ -71,17 +73,22 @@ def difference(a: RunView, b: RunView) -> Difference | None:
         paired = paired_difference(a.last_losses, b.last_losses, a.weights)
         if paired is not None:
             return Difference(paired[0], paired[1], True)
+    if a.loss_of != b.loss_of:
+        return None
     errors = (a.final.se, b.final.se)
     se = None if None in errors else math.hypot(*(e or 0.0 for e in errors))
-    return Difference(b.final.loss - a.final.loss, se, False)
+    return Difference(b.final.loss - a.final.loss, se, False, a.loss_unit)
 
 
 def say(shown: Difference | None, first: str, second: str) -> str:
     """The difference as a sentence."""
     if shown is None:
-        return f"{second} and {first} cannot be compared: one has no held-out loss."
+        return (
+            f"{second} and {first} cannot be compared: one has no held-out loss, or the two are "
+            "means of different things."
+        )
     way = "lower" if shown.nats < 0 else "higher"
-    size = f"{second} is {text.loss(abs(shown.nats))} nats per token {way} than {first}"
+    size = f"{second} is {text.loss(abs(shown.nats))} {shown.unit} {way} than {first}"
     if shown.nats == 0:
         size = f"{second} and {first} have the same held-out loss"
     if shown.se is None:
@@ -106,7 +113,9 @@ def overlay(views: Sequence[RunView], names: Sequence[str], *, width: int, name:
     height = int(top + plot_height + 44)
     box = Box(46.0, top, width - 10.0, height - 44.0)
     heading, a = "Loss against training FLOPs", axes(views, box, with_budget=False)
-    head = words(4, 15, "Loss, nats per token", "strong")
+    units = {v.loss_unit for v in views}
+    unit = units.pop() if len(units) == 1 else "each run's own mean"
+    head = words(4, 15, f"Loss, {unit}", "strong")
     if a is None:
         empty = words(width / 2, (top + height) / 2, "no losses were recorded", "t", "middle")
         return figure(name, width, height, heading, "Nothing to show.", head, key, empty)

@@ -294,7 +294,7 @@ def loss_chart(
     height = int(top + plot_height + 44 + (20 if footer else 0))
     box = Box(46.0, top, width - 10.0, top + plot_height)
     a = axes([view], box)
-    head = words(4, 15, "Loss, nats per token", "strong")
+    head = words(4, 15, f"Loss, {view.loss_unit}", "strong")
     foot = words(4, height - 6, fit(footer, width - 8, SMALL), "small") if footer else ""
     if a is None:
         empty = words(width / 2, top + plot_height / 2, "no losses were recorded", "t", "middle")

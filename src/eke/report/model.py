@@ -324,4 +324,5 @@ def build(files: RunFiles) -> RunView:
         notices=tuple(notices),
         saves=saves_of(files.trace),
         cadence=_cadence(_values(decisions, "cadence")),
+        loss_of=clean(_section(files.config, "batch").get("loss") or "token", 30),
     )

@@ -12,6 +12,13 @@ from eke.report.accounting import Accounts
 from eke.report.saves import Saves
 
 
+LOSS_UNITS = {
+    "token": "nats per token",
+    "sample": "nats per token, samples weighing alike",
+    "sequence": "nats per sample",
+}
+
+
 @dataclass(frozen=True)
 class StepPoint:
     """One optimizer step that stands. `x` is its place on the run's axis (see `RunView.x_unit`)."""
@@ -27,7 +34,7 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """One held-out evaluation that stands (nats per token)."""
+    """One held-out evaluation that stands; its unit is the run's `loss_unit`."""
 
     step: int
     x: float
@@ -129,6 +136,7 @@ class RunView:
         last_losses, weights: per held-out example, for pairing with another run.
         saves: None if the trace holds no save that ended.
         cadence: how often the run came to save by itself, and why; "" where it was told.
+        loss_of: what losses are the mean of: "token", "sample" or "sequence".
     """
 
     name: str
@@ -161,6 +169,12 @@ class RunView:
     notices: tuple[str, ...] = ()
     saves: Saves | None = None
     cadence: str = ""
+    loss_of: str = "token"
+
+    @property
+    def loss_unit(self) -> str:
+        """What a loss is counted in."""
+        return LOSS_UNITS.get(self.loss_of, LOSS_UNITS["token"])
 
     @property
     def final(self) -> EvalPoint | None:

@@ -148,6 +148,7 @@ class BatchSection(_Section):
     micro_tokens: int | Auto = "auto"
     window: int = Field(1024, ge=1)
     packing: bool = False
+    loss: Literal["token", "sample", "sequence"] = "token"
     order_seed: int | None = Field(None, ge=0, lt=2**32)
 
     @field_validator("per_step", mode="before")

@@ -1,8 +1,9 @@
 """Held-out evaluation: the same examples every time, one loss per example.
 
-Examples are grouped by length once, so that evaluating twice gives the same bits, and groups are
-dealt out to the ranks. Memory does not grow with the size of the holdout: only one number per
-example is kept.
+Examples are grouped once by the same plan as training's micro-batches, for all ranks: little
+padding, and ranks that finish together. So evaluating twice gives the same bits, and on another
+number of ranks the same numbers but for rounding. Memory does not grow with the size of the
+holdout: only one number per example is kept.
 """
 
 from __future__ import annotations
@@ -15,22 +16,49 @@ from typing import Any
 
 import torch
 
+from eke.batching.batch import Loss
+from eke.batching.planner import PerStep, Rules, Sample, plan_round
 from eke.budget.flops import DecoderShape, forward_flops
 from eke.distributed import gather_objects, world
-from eke.errors import InputError
+from eke.errors import EkeError, InputError
 from eke.training.loss import IGNORED, token_losses
+from eke.training.memory import Shortage, is_out_of_memory, shortages_of
+
+
+class EvaluationShort(EkeError):
+    """An evaluation did not fit into some rank's memory; raised on all ranks."""
+
+    def __init__(self, shortages: Mapping[int, Shortage]) -> None:
+        rank, shortage = min(shortages.items())
+        super().__init__(f"rank {rank} ran out of memory in an evaluation: {shortage.error}")
+        self.shortages = shortages
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One evaluation: mean nats per supervised token of each example, and over all tokens.
+    """One evaluation.
 
-    `se` is the standard error of the mean of `losses`, each example counted once.
+    Attributes:
+        losses: mean nats per supervised token of each example.
+        loss: the mean that training's loss is: over all supervised tokens (nats per token), over
+            `losses` ("sample"), or over the examples' sums ("sequence", nats per example).
+        se: the standard error of the mean of `losses`, each example counted once; of "sequence",
+            that of the mean of their sums.
     """
 
     losses: tuple[float, ...]
     loss: float
     se: float
+
+
+def scores_of(totals: Sequence[float], weights: Sequence[int], loss: Loss) -> Scores:
+    """The scores of examples with these summed losses and numbers of supervised tokens."""
+    losses = tuple(total / weight for total, weight in zip(totals, weights, strict=True))
+    terms, n = totals if loss == "sequence" else losses, len(losses)
+    mean = math.fsum(terms) / n
+    variance = math.fsum((x - mean) ** 2 for x in terms) / max(1, n - 1)
+    over_all = math.fsum(totals) / sum(weights) if loss == "token" else mean
+    return Scores(losses=losses, loss=over_all, se=math.sqrt(variance / n))
 
 
 class Holdout:
@@ -40,13 +68,18 @@ class Holdout:
         samples: items with `input_ids` and `labels`, `[T]` each.
         micro_tokens: cap of a group's padded tokens; a longer sample is a group of its own.
         pad_id: fills the right.
+        loss: what the mean of an evaluation is over.
 
     Raises:
         InputError: fewer than two examples have a supervised token.
     """
 
     def __init__(
-        self, samples: Sequence[Mapping[str, Any]], micro_tokens: int, pad_id: int
+        self,
+        samples: Sequence[Mapping[str, Any]],
+        micro_tokens: int,
+        pad_id: int,
+        loss: Loss = "token",
     ) -> None:
         kept = [s for s in samples if int((s["labels"][1:] != IGNORED).sum()) > 0]
         if len(kept) < 2:
@@ -57,21 +90,32 @@ class Holdout:
                 fix="Give data.eval rows with a response, or raise data.max_length",
             )
         self.weights = [int((s["labels"][1:] != IGNORED).sum()) for s in kept]
-        order = sorted(range(len(kept)), key=lambda i: (len(kept[i]["input_ids"]), i))
-        self._groups: list[list[int]] = []
-        for i in order:
-            length = len(kept[i]["input_ids"])
-            if not self._groups or (len(self._groups[-1]) + 1) * length > micro_tokens:
-                self._groups.append([])
-            self._groups[-1].append(i)
-        self.samples, self._pad_id = kept, pad_id
+        self.samples, self._pad_id, self._loss = kept, pad_id, loss
+        self.limit(micro_tokens)
 
     def __len__(self) -> int:
         return len(self.samples)
 
+    def limit(self, micro_tokens: int) -> None:
+        """Group the examples under this cap, for all ranks of the job, the largest groups first:
+        what does not fit into memory is met at once."""
+        size = world().size
+        samples = [
+            Sample(i, len(sample["input_ids"]), weight)
+            for i, (sample, weight) in enumerate(zip(self.samples, self.weights, strict=True))
+        ]
+        rules = Rules(micro_tokens, PerStep("samples", len(samples)))
+        shares = [samples[rank::size] for rank in range(size)]
+        (block,) = plan_round(shares, rules, rng_seed=0).blocks
+        placed = [(rank, group) for step in block.steps for rank, group in enumerate(step) if group]
+        placed.sort(key=lambda one: -rules.tokens(one[1]))
+        self.micro_tokens = micro_tokens
+        self._groups = [[sample.index for sample in group] for _, group in placed]
+        self._ranks = [rank for rank, _ in placed]
+
     def shapes(self) -> list[tuple[int, int]]:
         """(sequences, positions) of each group."""
-        return [(len(g), len(self.samples[g[-1]]["input_ids"])) for g in self._groups]
+        return [(len(g), len(self.samples[g[0]]["input_ids"])) for g in self._groups]
 
     def flops(self, shape: DecoderShape) -> float:
         """FLOPs of one evaluation, all ranks together."""
@@ -95,26 +139,41 @@ class Holdout:
     def evaluate(
         self, model: Any, device: torch.device, autocast: AbstractContextManager[Any]
     ) -> Scores:
-        """Score every example; all ranks get the same result. The model's mode is restored."""
+        """Score every example; all ranks get the same result. The model's mode is restored.
+
+        Raises:
+            EvaluationShort: it does not fit into some rank's memory under this cap.
+        """
         was_training = model.training
         model.eval()
         mine: list[list[float]] = []
+        shortage = None
         try:
             with autocast:
-                for group in range(world().rank, len(self._groups), world().size):
-                    batch = {k: v.to(device) for k, v in self.batch(group).items()}
-                    sums = token_losses(model, batch).double().sum(dim=1).tolist()
-                    mine += [[i, s] for i, s in zip(self._groups[group], sums, strict=True)]
+                for group, rank in enumerate(self._ranks):
+                    if rank == world().rank and shortage is None:
+                        shortage = self._score(group, mine, model, device)
         finally:
             model.train(was_training)
-        sums_by_example = {int(i): float(s) for part in gather_objects(mine) for i, s in part}
+        told = gather_objects([mine, shortage])
+        if shortages := shortages_of([short for _, short in told]):
+            raise EvaluationShort(shortages)
+        sums_by_example = {int(i): float(s) for part, _ in told for i, s in part}
         totals = [sums_by_example[i] for i in range(len(self))]
-        losses = tuple(s / w for s, w in zip(totals, self.weights, strict=True))
-        n = len(losses)
-        mean = math.fsum(losses) / n
-        variance = math.fsum((x - mean) ** 2 for x in losses) / max(1, n - 1)
-        return Scores(
-            losses=losses,
-            loss=math.fsum(totals) / sum(self.weights),
-            se=math.sqrt(variance / n),
-        )
+        return scores_of(totals, self.weights, self._loss)
+
+    def _score(
+        self, group: int, found: list[list[float]], model: Any, device: torch.device
+    ) -> Shortage | None:
+        """Add (example, summed loss) of a group to `found`; or say what did not fit."""
+        members, batch = self._groups[group], self.batch(group)
+        try:
+            batch = {k: v.to(device) for k, v in batch.items()}
+            sums = token_losses(model, batch).double().sum(dim=1).tolist()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # The text alone is kept: the error holds on to all that the pass computed.
+            return Shortage.of(error, batch["input_ids"].numel(), len(members))
+        found += [[i, s] for i, s in zip(members, sums, strict=True)]
+        return None

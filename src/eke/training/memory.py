@@ -1,7 +1,7 @@
-"""Out of memory during a step: all ranks learn of it, lower the cap together, and go on.
+"""Out of memory: all ranks learn of it, lower the cap together, and go on.
 
-Nothing of the step counts: its gradients are dropped, its samples return to the loader. What it
-took is billed as lost.
+Nothing of a step that did not fit counts: its gradients are dropped, its samples return to the
+loader. An evaluation begins again. What either took is billed as lost.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ class Shortage(NamedTuple):
     tokens: int
     samples: int
     error: str
+
+    @classmethod
+    def of(cls, error: BaseException, tokens: int, samples: int) -> Shortage:
+        """Of an error's first line."""
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return cls(tokens, samples, text)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -82,14 +88,36 @@ def recover(
     Raises:
         EkeError: a single sample did not fit.
     """
-    if session.config.run.device == "cuda":
-        torch.cuda.empty_cache()
     before = loader.micro_tokens
     session.charge("lost", flops)
     after = lowered_cap(before, shortages)
     loader.lower_cap(after)
+    _tell(session, shortages, before, after, "step")
+
+
+def recover_evaluation(session: Session, shortages: Mapping[int, Shortage]) -> None:
+    """Lower the cap of evaluations. A collective.
+
+    Raises:
+        EkeError: a single sample did not fit.
+    """
+    holdout = session.prepared.holdout
+    before = holdout.micro_tokens
+    session.charge("lost", holdout.flops(session.prepared.shape))
+    after = lowered_cap(before, shortages)
+    holdout.limit(after)
+    session.state.eval_micro_tokens = after
+    _tell(session, shortages, before, after, "evaluation")
+
+
+def _tell(
+    session: Session, shortages: Mapping[int, Shortage], before: int, after: int, during: str
+) -> None:
+    if session.config.run.device == "cuda":
+        torch.cuda.empty_cache()
     rank, shortage = min(shortages.items())
     record = {
+        "during": during,
         "step": session.state.step,
         "rank": rank,
         "tokens": shortage.tokens,
@@ -101,7 +129,8 @@ def recover(
     if world().is_main:
         session.run.ledger.note("out_of_memory", **record)
     session.log("metrics", {"kind": "out_of_memory", **record})
+    what = "micro-batches" if during == "step" else "batches of evaluations"
     session.say(
-        f"out of memory on rank {rank} with {shortage.tokens:,} tokens: micro-batches hold at most "
+        f"out of memory on rank {rank} with {shortage.tokens:,} tokens: {what} hold at most "
         f"{after:,} from here on"
     )

@@ -10,8 +10,9 @@ from eke.budget.flops import train_flops
 from eke.distributed import world
 from eke.errors import EkeError, InputError
 from eke.governor import Governor, Rule, eval_interval, fit_bigram
+from eke.training import memory
 from eke.training.config import Cadence
-from eke.training.evaluate import Scores
+from eke.training.evaluate import EvaluationShort, Scores
 from eke.training.limits import NAMES, add, start_decay
 from eke.training.saving import Saving
 from eke.training.session import Session, agreed
@@ -25,6 +26,8 @@ class Oversight:
 
     def __init__(self, session: Session, saving: Saving) -> None:
         self._s, self._saving = session, saving
+        if session.state.eval_micro_tokens:
+            session.prepared.holdout.limit(session.state.eval_micro_tokens)
         self._governor = self._make_governor()
 
     # ------------------------------------------------------------------ start
@@ -147,11 +150,23 @@ class Oversight:
 
     # ------------------------------------------------------------------ on the way
 
-    def evaluate(self, *, finished: bool = False) -> Scores:
-        """Score the holdout, bill it and log it."""
+    def evaluate(self, *, finished: bool = False) -> Scores | None:
+        """Score the holdout, bill it and log it.
+
+        If it does not fit into memory, do it again in smaller batches; None where what that took
+        has eaten what was kept for this evaluation.
+
+        Raises:
+            EkeError: a single example does not fit.
+        """
         s, p = self._s, self._s.prepared
         s.gather("govern")
-        scores = p.holdout.evaluate(p.model, p.device, p.autocast)
+        try:
+            scores = p.holdout.evaluate(p.model, p.device, p.autocast)
+        except EvaluationShort as short:
+            memory.recover_evaluation(s, short.shortages)
+            fits = self._evaluation_fits(finished=finished)
+            return self.evaluate(finished=finished) if fits else None
         flops = p.holdout.flops(p.shape)
         s.state.flops += flops
         seconds = s.charge("eval", flops)
@@ -178,11 +193,11 @@ class Oversight:
         """Evaluate, decide, act; the best weights so far are saved, so that there is a way back."""
         s, state = self._s, self._s.state
         state.next_eval = state.step + state.eval_interval
-        if not self._evaluation_fits():
+        scores = self.evaluate() if self._evaluation_fits() else None
+        if scores is None:
             if save_due:
                 self._saving.save()
             return
-        scores = self.evaluate()
         action = "continue"
         if s.config.governor.actions:
             self._governor.set_horizon(agreed(self.horizon()))
@@ -207,10 +222,12 @@ class Oversight:
         elif save_due or action != "continue":
             self._saving.save()
 
-    def _evaluation_fits(self) -> bool:
-        """Whether an evaluation now leaves enough of every limit to finish the model."""
+    def _evaluation_fits(self, *, finished: bool = False) -> bool:
+        """Whether an evaluation now leaves enough of every limit to finish the model; of the
+        finished model, whether it fits itself."""
         s = self._s
-        spent, cost = agreed([s.spent(), add(s.eval_cost(), s.finish_cost())])
+        wanted = s.eval_cost() if finished else add(s.eval_cost(), s.finish_cost())
+        spent, cost = agreed([s.spent(), wanted])
         return s.budget.passes(spent, cost) is None
 
     def start_decay(
@@ -246,10 +263,8 @@ class Oversight:
         Returns its loss; None where lost work has eaten what was kept for this evaluation.
         """
         s, state = self._s, self._s.state
-        spent, cost = agreed([s.spent(), s.eval_cost()])
-        loss = None
-        if s.budget.passes(spent, cost) is None:
-            loss = self.evaluate(finished=True).loss
+        scores = self.evaluate(finished=True) if self._evaluation_fits(finished=True) else None
+        loss = None if scores is None else scores.loss
         best, back_to = state.best_loss, state.rolled_back_to
         if loss is not None and back_to is not None and best is not None and best < loss:
             self._saving.back_to(back_to, only=("model",))

@@ -230,7 +230,8 @@ def prepare(
     assert isinstance(n_eval, int)
     assert isinstance(micro, int)
     pad_id = _pad_id(tokenizer)
-    holdout = Holdout([eval_data[i] for i in _spread(len(eval_data), n_eval)], micro, pad_id)
+    examples = [eval_data[i] for i in _spread(len(eval_data), n_eval)]
+    holdout = Holdout(examples, micro, pad_id, config.batch.loss)
     corpus = {
         "name": source.name,
         "fingerprint": source.fingerprint,

@@ -21,6 +21,7 @@ class RunState:
         step: optimizer steps, skipped ones included.
         samples, tokens: what the model has learned from; real tokens, all ranks together.
         dropped: samples that the loader passed over as empty or too long.
+        longest: tokens of the longest sample met so far, those looked at beforehand included.
         flops: what the trajectory cost, training, padding and evaluation; all ranks together.
         next_eval: the step at which the next evaluation is due.
         eval_interval: steps between evaluations; 0 until it is known.
@@ -28,6 +29,7 @@ class RunState:
         bad_steps: how often that has happened.
         best_step, best_loss: the best evaluation so far that has a checkpoint.
         limits: those of the budget when this was saved; empty in the first releases' checkpoints.
+        eval_micro_tokens: the cap on an evaluation's batches, where it was lowered; else 0.
         rolled_back_to: the step whose weights the governor went back to; None when it did not.
     """
 
@@ -35,6 +37,7 @@ class RunState:
     samples: int = 0
     dropped: int = 0
     tokens: int = 0
+    longest: int = 0
     flops: float = 0.0
     next_eval: int = 0
     eval_interval: int = 0
@@ -48,6 +51,7 @@ class RunState:
     governor: dict[str, Any] | None = None
     offsets: dict[str, int] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
+    eval_micro_tokens: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from eke.batching import Block
+from eke.batching.tally import fixed_tally
 from eke.budget.flops import train_flops
 from eke.budget.meters import resident_bytes
 from eke.distributed import average_gradients, gather_objects, world
@@ -122,7 +123,7 @@ class Stepper:
         clip = s.config.optimizer.clip or math.inf
         # Of averaged gradients, which are the same bits on every rank.
         norm = float(torch.nn.utils.clip_grad_norm_(p.model.parameters(), clip))
-        loss = math.fsum(v[0] for v in views) / max(1, block.label_tokens)
+        loss = math.fsum(v[0] for v in views) / max(1, block.loss_parts)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self._optimizer.step()
@@ -133,6 +134,7 @@ class Stepper:
         counts = block.position["counts"]
         state.dropped = counts["empty"] + counts["skipped"]
         state.tokens += block.tokens
+        state.longest = max(state.longest, *s.prepared.lengths, *block.lengths)
         state.flops += flops
         s.timeline.lap("optimizer")
         self._log(block, flops, loss, norm, lr, spent, finite)
@@ -147,15 +149,18 @@ class Stepper:
                 with self._gradients_stay_local():
                     batch = {k: v.to(p.device, non_blocking=True) for k, v in micro.items()}
                     with p.autocast:
-                        micro_sum = token_losses(self._model, batch).sum()
+                        losses = token_losses(self._model, batch)
+                    if micro.loss == "sample":
+                        weights = micro.weights[:, 1:]
+                        losses = losses * weights.to(p.device, losses.dtype)
+                    micro_sum = losses.sum()
                     torch.autograd.backward(micro_sum * micro.scale)
                 loss_sum += micro_sum.detach().double().cpu()
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 # The text alone is kept: the error holds on to all that the passes computed.
-                text = str(error).splitlines()[0] if str(error) else type(error).__name__
-                return math.nan, Shortage(micro.padded_tokens, len(micro.uids), text)
+                return math.nan, Shortage.of(error, micro.padded_tokens, len(micro.uids))
         return float(loss_sum), None
 
     def _set_lr(self, spent: Mapping[str, float]) -> float:
@@ -206,7 +211,7 @@ class Stepper:
             "step": state.step,
             "epoch": block.epoch,
             "phase": phase(state.step - 1, warmup, state.decay),
-            "loss": loss if block.label_tokens else None,
+            "loss": loss if block.loss_parts else None,
             "skipped": not finite,
             "lr": lr,
             "grad_norm": norm,
@@ -215,6 +220,8 @@ class Stepper:
             "label_tokens": block.label_tokens,
             "padded_tokens": block.padded_tokens,
             "micro_batches": len(block),
+            "ranks": block.tallies,
+            "fixed": self._fixed(block),
             "length_min": min(block.lengths, default=0),
             "length_mean": block.tokens / max(1, block.samples),
             "length_max": max(block.lengths, default=0),
@@ -228,3 +235,10 @@ class Stepper:
             "budget_used": s.budget.share({**spent, "steps": float(state.step)})[0],
         }
         s.log("metrics", record)
+
+    def _fixed(self, block: Block) -> dict[str, Any]:
+        """What the step would have been with plain fixed batches of its samples, under the same
+        cap: so many samples in each that the longest fit that the run has met."""
+        most = max(1, block.position["micro_tokens"] // self._s.state.longest)
+        tallies, steps = fixed_tally(block.lengths, world().size, most)
+        return {"samples": most, "micro_batches": steps, "ranks": tallies}

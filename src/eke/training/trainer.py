@@ -59,7 +59,7 @@ class Result:
         state: `finished` or `interrupted`.
         exit_code: 0 done, 3 stopped by its budget with a finished model, 130 interrupted after a
             checkpoint.
-        loss: held-out loss of the finished model (nats per token), where it was evaluated.
+        loss: held-out loss of the finished model, where it was evaluated; see `Scores.loss`.
         resumed_from: the step that this process went on from.
         trained: False when the run had been finished before.
     """
@@ -274,6 +274,7 @@ class Trainer:
             overlength="solo",
             epochs=budget.epochs,
             packing=config.batch.packing,
+            loss=config.batch.loss,
         )
 
     def _build(self, session: Session, loader: DynamicLoader) -> tuple[Stepper, Saving]:
