@@ -1,12 +1,14 @@
-"""What all tests share: real processes that need not import torch first, and no time limits on
-Hypothesis examples."""
+"""What all tests share: real processes that need not import torch first, no time limits on
+Hypothesis examples, and pages of docs that name tests."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import runpy
 import signal
 import socket
@@ -159,3 +161,63 @@ def start_ranks(start_python: Start) -> StartRanks:
         ]
 
     return start
+
+
+TESTS = Path(__file__).resolve().parent
+
+
+class Pages:
+    """Pages of docs that name the tests of what they say, held against the tests that there are."""
+
+    named = re.compile(r"`(?:[\w/]+/)?(test_\w+)(?:\.py)?`")
+    numbered = re.compile(r"_(?:pr)?(\d{2,})(?=_)")
+
+    def text(self, page: str) -> str:
+        return (TESTS.parent / "docs" / page).read_text()
+
+    def functions(self, path: Path) -> set[str]:
+        """The test functions of a file."""
+        tree = ast.parse(path.read_text()).body
+        names = {node.name for node in tree if isinstance(node, ast.FunctionDef)}
+        return {name for name in names if name.startswith("test_")}
+
+    def there(self) -> set[str]:
+        """Every test function, and every file of tests."""
+        paths = list(TESTS.rglob("test_*.py"))
+        return {path.stem for path in paths}.union(*map(self.functions, paths))
+
+    def rows(self, page: str) -> list[list[str]]:
+        """The rows of every table, as cells."""
+        lines = [line for line in self.text(page).splitlines() if line.startswith("|")]
+        cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+        heads = [i + 1 for i, row in enumerate(cells) if set(row[0]) == {"-"}]
+        return [row for i, row in enumerate(cells) if i + 1 not in heads and i + 2 not in heads]
+
+    def check_names(self, page: str, *, at_least: int) -> None:
+        """Every test that the page names is there."""
+        named = set(self.named.findall(self.text(page)))
+        assert len(named) >= at_least
+        assert named <= self.there(), sorted(named - self.there())
+
+    def check_rows(self, page: str, *, at_least: int) -> None:
+        """Every fault has a test, or cannot arise."""
+        table = self.rows(page)
+        assert len(table) >= at_least
+        for row in table:
+            assert self.named.search(row[-1]) or "cannot arise" in row[-2], row
+
+    def check_tests(self, page: str, folder: Path, *, numbers: int) -> None:
+        """Every test of a reported fault (those in `folder`) is on the page, and so is every number
+        in the name of a test that is on the page."""
+        text, paths = self.text(page), folder.glob("test_*.py")
+        wanted: set[str] = set().union(*(self.functions(p) for p in paths if p.stem != "test_page"))
+        named = set(self.named.findall(text))
+        assert wanted <= named, sorted(wanted - named)
+        found = {number for name in named for number in self.numbered.findall(name)}
+        assert len(found) >= numbers
+        assert found <= set(re.findall(r"#(\d+)", text)), found
+
+
+@pytest.fixture(scope="session")
+def pages() -> Pages:
+    return Pages()

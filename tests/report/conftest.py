@@ -81,6 +81,14 @@ class RunWriter:
         limit = self.flops_limit or self.steps * 3.2e12 * 1.35
         return min(1.0, self.flops / limit)
 
+    @staticmethod
+    def two_ranks(real: int, padding: int, share: float = 0.49) -> list[list[int]]:
+        """What each of two ranks did, the first of them this share; the lighter one waits."""
+        first = [int(real * share), int(padding * share)]
+        second = [real - first[0], padding - first[1]]
+        slowest = max(sum(first), sum(second))
+        return [[*row, slowest - sum(row), 0] for row in (first, second)]
+
     def step(self, step: int, loss: float | None = None) -> None:
         # Losses and lengths depend on the seed and the step alone, so doing it again is the same.
         rng = random.Random(self.seed * 1_000_003 + step)
@@ -89,6 +97,9 @@ class RunWriter:
         for length in lengths:
             histogram[min(BINS - 1, length * BINS // CAP)] += 1
         real, padded = sum(lengths), sum(lengths) + int(rng.uniform(0.01, 0.09) * sum(lengths))
+        waste = random.Random(self.seed * 7_000_003 + step)
+        trained = self.two_ranks(real, padded - real)
+        fixed = self.two_ranks(real, int(waste.uniform(0.3, 0.6) * real), waste.uniform(0.4, 0.6))
         busy, cost = rng.uniform(0.9, 1.1), 3.2e12 * padded / 9000
         wait = rng.expovariate(60)
         self.bill("wait", step, wait)
@@ -104,7 +115,9 @@ class RunWriter:
                 "loss": self.true_loss(step) + rng.gauss(0, 0.09) if loss is None else loss,
                 "lr": self.lr, "grad_norm": rng.uniform(0.5, 1.5), "samples": len(lengths),
                 "tokens": real, "label_tokens": real - 48, "padded_tokens": padded,
-                "micro_batches": 4, "length_min": min(lengths),
+                "micro_batches": 4, "ranks": trained,
+                "fixed": {"samples": 4, "micro_batches": 6, "ranks": fixed},
+                "length_min": min(lengths),
                 "length_mean": real / len(lengths), "length_max": max(lengths),
                 "lengths": histogram, "length_cap": CAP, "step_s": busy, "wait_s": wait,
                 "stall_s": 0.0, "rss_bytes": 812_000_000, "tokens_per_s": real / (busy + wait),

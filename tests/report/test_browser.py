@@ -113,12 +113,12 @@ def test_a_whole_run_can_be_read(
     browser: Any, full_run: Path, size: tuple[int, int], scheme: str
 ) -> None:
     show(browser, write_report(full_run), size, scheme)
-    check(browser, size, pictures=9)
+    check(browser, size, pictures=10)
     page = "return getComputedStyle(document.body).backgroundColor"
     red = int(browser.execute_script(page).split("(")[1].split(",")[0])
     assert (red > 128) == (scheme == "light")
     browser.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
-    check(browser, size, pictures=9)
+    check(browser, size, pictures=10)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -150,7 +150,7 @@ def test_hostile_and_huge_values_can_be_read(
     }  # fmt: skip
     run.metrics.append(record)
     show(browser, write_report(run.root), size)
-    check(browser, size, pictures=9)
+    check(browser, size, pictures=10)
     assert browser.title != "owned"
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,21 @@ def test_verdicts_say_what_may_be_chance() -> None:
         "B is 0.1000 nats per token higher than A."
     )
     assert "cannot be compared" in say(None, "A", "B")
+    sums = Difference(-3.0, None, False, "nats per sample")
+    assert say(sums, "A", "B") == "B is 3.0000 nats per sample lower than A."
+
+
+def test_means_of_different_things_are_compared_by_their_examples_alone(
+    two_runs: tuple[Path, Path],
+) -> None:
+    a, b = (build(load(p)) for p in two_runs)
+    other = replace(b, loss_of="sequence")
+    found = difference(a, other)
+    assert found == difference(a, b)  # per token, example by example
+    assert difference(a, replace(other, weights=())) is None
+    both = difference(replace(a, loss_of="sequence"), replace(other, weights=()))
+    assert both is not None
+    assert (both.paired, both.unit) == (False, "nats per sample")
 
 
 def test_both_curves_are_in_the_picture(

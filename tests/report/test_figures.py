@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eke.budget.bill import ACTIVITIES, Bill
-from eke.budget.jsonl import Record
+from eke.budget.jsonl import Record, effective
 from eke.report import figures
 from eke.report.accounting import Accounts, add_up
 from eke.report.model import _cadence, build
 from eke.report.records import load
+from eke.report.render import render
 from eke.report.view import (
     DecisionRow,
     EvalPoint,
@@ -292,6 +293,45 @@ def test_lengths_padding_and_rate_of_a_whole_run(full_run: Path, check_svg: Chec
     assert padding.tables[0].caption.endswith("(200 at most of 240)")
     assert rate.caption.startswith("Between ")
     assert rate.tables[0].columns == ("step", "tokens per second")
+
+
+def test_ranks_and_steps_of_a_whole_run(full_run: Path, check_svg: Check) -> None:
+    run = build(load(full_run))
+    shown = figures.batching_figure(run)
+    assert shown is not None
+    both_ways(shown, check_svg)
+    assert "A column holds 3 steps." in shown.caption
+    by_rank, by_step = shown.tables
+    assert [row[0] for row in by_rank.rows] == ["rank 0", "rank 1"]
+    assert (by_step.rows[0][0], by_step.rows[-1][0]) == ("1 to 3", "238 to 240")
+    kept, _ = effective(load(full_run).metrics)
+    steps = [r.value for r in kept if r.value["kind"] == "step"]
+    said = figures.batching_lead(run)
+    for name, part in (("padding", [1]), ("dummies included,", [2, 3]), ("(real tokens)", [0])):
+        ends = []
+        for ranks in ([s["fixed"]["ranks"] for s in steps], [s["ranks"] for s in steps]):
+            rows = [row for of_step in ranks for row in of_step]
+            ends.append(sum(row[i] for row in rows for i in part) / sum(map(sum, rows)))
+        assert f"{name} {100 * ends[0]:.1f} % → {100 * ends[1]:.1f} %" in said
+    assert "passes of a rank 1,440 → 960" in said
+    assert "fixed batches of at most 4 samples" in said
+
+
+def test_logs_of_earlier_versions_have_no_picture_of_ranks(full_run: Path) -> None:
+    files = load(full_run)
+
+    def earlier(record: Record) -> Record:
+        value = {k: v for k, v in record.value.items() if k not in ("ranks", "fixed")}
+        return record._replace(value=value)
+
+    run = build(replace(files, metrics=tuple(map(earlier, files.metrics))))
+    assert (figures.batching_figure(run), figures.batching_lead(run)) == (None, "")
+    assert "batching-h" not in render(run)
+    # A run that went on with a later version: its later steps are shown.
+    some = tuple(earlier(r) if r.value.get("step", 99) <= 80 else r for r in files.metrics)
+    shown = figures.batching_figure(build(replace(files, metrics=some)))
+    assert shown is not None
+    assert "80 steps without these figures are left out." in shown.caption
 
 
 def test_steps_with_other_bins_are_counted() -> None:

@@ -143,7 +143,8 @@ def test_records_of_the_wrong_shape_are_gaps_not_crashes(make_run: Callable[...,
     keys = (
         "step", "phase", "loss", "tokens", "padded_tokens", "lengths", "length_cap", "t",
         "flops_total", "tokens_total", "tokens_per_s", "budget_used", "se", "examples", "losses",
-        "weights", "finished", "action", "reason", "evidence", "alternatives", "config",
+        "ranks", "fixed", "micro_batches", "weights", "finished", "action",
+        "reason", "evidence", "alternatives", "config",
     )  # fmt: skip
     for value in hostile:
         for kind in ("step", "eval"):

@@ -3,8 +3,11 @@
 Pure functions of whole numbers: every rank knows the plan of all ranks, so any of them can tell
 all figures without asking.
 
+Ranks are taken to meet once a step, as they do where gradients are added up on each before they are
+exchanged; where they meet in every micro-step, they wait longer.
+
 Properties: the four parts of a rank's tally add up to the same number on every rank, what the
-slowest rank of each micro-step takes; `fixed_batches` puts every sample into exactly one batch, in
+slowest one computes; `fixed_batches` puts every sample into exactly one batch, in
 order, of at most `most` samples, and no two batches differ by more than one sample.
 """
 
@@ -23,8 +26,8 @@ class Tally(NamedTuple):
     Attributes:
         real: of samples.
         padding: what makes the samples of a micro-batch as long as the longest.
-        waiting: for the slowest rank of each micro-step.
-        dummies: micro-steps for which the rank has no sample, as long as the slowest takes.
+        waiting: until the slowest rank is through the step.
+        dummies: of micro-batches without a sample.
     """
 
     real: int
@@ -79,13 +82,10 @@ def _tally(steps: Iterable[Sequence[tuple[int, int]]]) -> list[Tally]:
     """Of micro-steps with (real tokens, tokens with padding) of every rank; (0, 0) is a dummy."""
     sums: list[list[int]] = []
     for step in steps:
-        sums = sums or [[0, 0, 0, 0] for _ in step]
-        slowest = max(occupied or DUMMY_TOKENS for _, occupied in step)
+        sums = sums or [[0, 0, 0] for _ in step]
         for row, (real, occupied) in zip(sums, step, strict=True):
-            if not occupied:
-                row[3] += slowest
-                continue
             row[0] += real
             row[1] += occupied - real
-            row[2] += slowest - occupied
-    return [Tally(*row) for row in sums]
+            row[2] += 0 if occupied else DUMMY_TOKENS
+    slowest = max(map(sum, sums), default=0)
+    return [Tally(a, b, slowest - a - b - c, c) for a, b, c in sums]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from eke.report import charts
 from eke.report.accounting import Amount
+from eke.report.batch_chart import batch_chart, row_name
+from eke.report.batches import PARTS, Parts, shares, sums, total
 from eke.report.frame import tick_text
 from eke.report.loss_chart import cut_points, loss_chart, losses, unnamed_marks
 from eke.report.save_chart import milliseconds, save_chart
@@ -270,6 +272,71 @@ def length_figures(view: RunView) -> tuple[Figure, ...]:
     if rates:
         figures.append(_series(view, rates, "rate"))
     return tuple(figures)
+
+
+def batching_figure(view: RunView) -> Figure | None:
+    """What each rank's time went to, step by step, before and after; None if no step says so."""
+    shown = view.batching
+    if shown is None:
+        return None
+    wide, narrow = both(lambda w, n: batch_chart(shown, width=w, name=n), "batching")
+
+    def cells(before: Parts, after: Parts) -> tuple[str, ...]:
+        pairs = zip(shares(before), shares(after), strict=True)
+        return tuple(share(part) for pair in pairs for part in pair)
+
+    by_rank = [
+        (row_name(shown, row), *cells(sums(before), sums(after)))
+        for row, (before, after) in enumerate(zip(shown.before, shown.after, strict=True))
+    ]
+    by_step = []
+    for column, (before, after) in enumerate(
+        zip(zip(*shown.before, strict=True), zip(*shown.after, strict=True), strict=True)
+    ):
+        if any(cell is not None for cell in after):
+            first = shown.first + column * shown.per_column
+            last = first + shown.per_column - 1
+            name = count(first) if first == last else f"{count(first)} to {count(last)}"
+            by_step.append((name, *cells(sums(before), sums(after))))
+    columns = tuple(f"{part}, {side}" for part in PARTS for side in ("before", "after"))
+    every = tuple(range(1, len(columns) + 1))
+    tables = (
+        numbers("By rank", ("rank", *columns), by_rank, every),
+        numbers("By step", ("steps", *columns), by_step, (0, *every)),
+    )
+    caption = (
+        "A lane is a rank's time until the slowest rank is through the step, counted in padded "
+        "tokens; the figure on the right is the share of real tokens after all."
+    )
+    if shown.per_column > 1:
+        caption += f" A column holds {count(shown.per_column)} steps."
+    if shown.left_out:
+        caption += f" {count(shown.left_out)} steps without these figures are left out."
+    return Figure(wide, narrow, caption, tables)
+
+
+def batching_lead(view: RunView) -> str:
+    """What the picture of ranks and steps says, in sentences."""
+    shown = view.batching
+    if shown is None:
+        return ""
+    before, after = total(shown.before), total(shown.after)
+    low, high = shown.samples
+    most = count(low) if low == high else f"{count(low)} to {count(high)}"
+    alone = "1 sample" if (low, high) == (1, 1) else f"at most {most} samples"
+    said = [f"padding {share(before[1])} → {share(after[1])}"]
+    if shown.ranks > 1:
+        said.append(
+            f"waiting for the slowest rank, dummies included, {share(before[2] + before[3])} → "
+            f"{share(after[2] + after[3])}"
+        )
+    said.append(f"efficiency (real tokens) {share(before[0])} → {share(after[0])}")
+    return (
+        f"Of all ranks' time, counted in tokens: {'; '.join(said)}; passes of a rank "
+        f"{count(shown.passes[0])} → {count(shown.passes[1])}. Before: the samples of each step in "
+        f"the order of the epoch, in fixed batches of {alone}, as many as fit under the same cap "
+        "on tokens if all are as long as the longest. After: as eke trained them."
+    )
 
 
 def proof_figure(view: RunView) -> Figure | None:

@@ -79,7 +79,7 @@ def axes(views: Sequence[RunView], box: Box, *, with_budget: bool = True) -> Axe
     raw = [p for v in views for p in losses(v.steps)]
     evals = [e for v in views for e in v.evals if e.loss is not None]
     xs = [x for x, _ in raw] + [e.x for e in evals]
-    positive = [x for x in xs if x > 0]
+    positive = [x for x in xs if x > 1e-300]  # one that can be halved
     if not xs:
         return None
     low, high = (min(positive), max(positive)) if positive else (1.0, 10.0)

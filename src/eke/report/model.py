@@ -17,6 +17,7 @@ from eke.budget.budget import PROGRESS_UNITS, SPENT_UNITS
 from eke.budget.jsonl import RESUME, Record, effective
 from eke.errors import InputError
 from eke.report.accounting import Accounts, add_up
+from eke.report.batches import batching_of
 from eke.report.records import RunFiles
 from eke.report.saves import saves_of
 from eke.report.text import clean, duration, flatten, number, plain, whole
@@ -324,5 +325,6 @@ def build(files: RunFiles) -> RunView:
         notices=tuple(notices),
         saves=saves_of(files.trace),
         cadence=_cadence(_values(decisions, "cadence")),
+        batching=batching_of(step_records),
         loss_of=clean(_section(files.config, "batch").get("loss") or "token", 30),
     )

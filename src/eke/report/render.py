@@ -124,6 +124,8 @@ def render(view: RunView) -> str:
             "budget_table": figures.budget_table(view),
             "coverage": figures.coverage(view),
             "lengths": figures.length_figures(view),
+            "batching": figures.batching_figure(view),
+            "batching_lead": figures.batching_lead(view),
             "saves": figures.save_figures(view),
             "saves_lead": figures.saves_lead(view),
             "proof": figures.proof_figure(view),

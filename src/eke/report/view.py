@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eke.report.accounting import Accounts
+from eke.report.batches import Batching
 from eke.report.saves import Saves
-
 
 LOSS_UNITS = {
     "token": "nats per token",
@@ -136,6 +136,7 @@ class RunView:
         last_losses, weights: per held-out example, for pairing with another run.
         saves: None if the trace holds no save that ended.
         cadence: how often the run came to save by itself, and why; "" where it was told.
+        batching: what ranks' steps were made of; None if no step says so.
         loss_of: what losses are the mean of: "token", "sample" or "sequence".
     """
 
@@ -170,6 +171,7 @@ class RunView:
     saves: Saves | None = None
     cadence: str = ""
     loss_of: str = "token"
+    batching: Batching | None = None
 
     @property
     def loss_unit(self) -> str:
