@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -25,6 +23,7 @@ import torch
 
 from eke.budget.units import parse_bytes, parse_duration
 from eke.checkpoint import layout
+from eke.checkpoint.arguments import chosen, extras_of, root_of, steps_of, tensors_in
 from eke.checkpoint.capture import Captured, capture, tensors_of
 from eke.checkpoint.commit import delete
 from eke.checkpoint.engine import Engine
@@ -58,11 +57,6 @@ log = logging.getLogger("eke.checkpoint")
 
 Durability = Literal["fsync", "none"]
 OnError = Literal["raise", "warn"]
-_PROVIDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and _PROVIDER_NAME.fullmatch(name) is not None
 
 
 class Checkpointer:
@@ -86,7 +80,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | os.PathLike[str],
         *,
         pool: int | str = "512MiB",
         keep: Keep | None = None,
@@ -112,9 +106,7 @@ class Checkpointer:
         self._patience_s = parse_duration(patience, "the checkpoints' patience")
         if not self._patience_s > 0:
             raise InputError("the checkpoints' patience is wrong", value=patience, rule="above 0")
-        self.root = Path(root)
-        if self.root.exists() and not self.root.is_dir():
-            raise InputError("the checkpoints' root is not a directory", value=str(root))
+        self.root = root_of(root)
         if keep is not None and not isinstance(keep, Keep):
             raise InputError(
                 "what to keep is wrong", value=keep, rule="it is a Keep, such as eke.Keep(last=3)"
@@ -163,8 +155,6 @@ class Checkpointer:
         Raises:
             InputError: a name is taken or unusable, or something has no state to restore.
         """
-        if isinstance(model, torch.nn.Module):
-            self._model = model
         named: dict[str, object] = {
             "model": model,
             "optimizer": optimizer,
@@ -173,26 +163,23 @@ class Checkpointer:
             "rng": RngProvider() if rng else None,
         }
         given = {name: value for name, value in named.items() if value is not None}
-        for name, value in (extra or {}).items():
-            if name in named or not _is_name(name):
-                raise InputError(
-                    "an extra's name is unusable",
-                    value=name,
-                    rule="letters, digits, `_`, `-` and `.`, and none of " + ", ".join(named),
-                )
-            given[name] = value
+        given |= extras_of(extra, named)
         taken = sorted(given.keys() & self._providers.keys())
         if taken:
             raise InputError(f"{taken[0]!r} is attached already")
+        module = model if isinstance(model, torch.nn.Module) else self._model
+        providers = {
+            name: OptimizerProvider(value, module)
+            if isinstance(value, torch.optim.Optimizer)
+            else provider_of(value, name)
+            for name, value in given.items()
+        }
+        # Nothing has changed so far, so what is refused leaves all as it was.
+        self._model = module
         for known in self._providers.values():
-            if isinstance(known, OptimizerProvider) and known.model is None and self._model:
-                known.model = unwrap(self._model)  # it was attached before its model
-        self._providers |= {name: self._provider(name, value) for name, value in given.items()}
-
-    def _provider(self, name: str, value: object) -> StateProvider:
-        if isinstance(value, torch.optim.Optimizer):
-            return OptimizerProvider(value, self._model)
-        return provider_of(value, name)
+            if isinstance(known, OptimizerProvider) and known.model is None and module:
+                known.model = unwrap(module)  # it was attached before its model
+        self._providers |= providers
 
     def save(self, step: int) -> Ticket:
         """Save everything attached as the checkpoint of `step`.
@@ -293,7 +280,7 @@ class Checkpointer:
         if params is None:
             self._engine.barrier(lambda: None)
         else:
-            given = list(params)
+            given = tensors_in(params)
             self._engine.barrier(lambda: {storage_of(local_of(tensor)) for tensor in given})
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -328,7 +315,7 @@ class Checkpointer:
 
         Only rank 0's answer counts. This lasts as long as the checkpointer does.
         """
-        self._protected = frozenset(steps)
+        self._protected = steps_of(steps)
 
     def restore(
         self,
@@ -371,14 +358,8 @@ class Checkpointer:
         """
         self._require_open()
         step = None if step is None else layout.require_step(step)
-        only = [only] if isinstance(only, str) else only
+        wanted = chosen(only, self._providers)
         self._settle("restoring")
-        wanted = set(self._providers) if only is None else set(only)
-        if unknown := sorted(wanted - self._providers.keys()):
-            raise InputError(
-                f"{unknown[0]!r} is not attached, so it cannot be restored",
-                rule="attached: " + ", ".join(self._providers),
-            )
         return restore(
             {name: self._providers[name] for name in self._providers if name in wanted},
             self.root,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from eke.budget.bill import Bill
+from eke.checkpoint.arguments import timeout_of
 from eke.checkpoint.timeline import Marks, Span
 from eke.errors import EkeError, InputError
 
@@ -101,7 +102,7 @@ class Ticket:
             timeout: seconds to wait at most.
 
         Raises:
-            InputError: `state` is none of the three.
+            InputError: `state` is none of the three, or `timeout` is no number of seconds.
             SaveError: the save failed.
             EkeError: `timeout` seconds were not enough; the save goes on.
         """
@@ -111,6 +112,7 @@ class Ticket:
                 value=state,
                 rule='it is "captured", "persisted" or "committed"',
             )
+        timeout = timeout_of(timeout)
         if self._engine is not None:
             self._engine.wait(self, state, timeout)
         return self
