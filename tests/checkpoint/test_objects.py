@@ -1,6 +1,7 @@
 import gc
 import json
 import math
+import os
 import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eke.checkpoint.checks import ManifestError, strict_json
-from eke.checkpoint.objects import MAX_DEPTH, decode, encode, to_json
+from eke.checkpoint.objects import MAX_DEPTH, _no_collections, decode, encode, to_json
 from eke.checkpoint.references import references
 from eke.errors import InputError
 
@@ -139,6 +140,18 @@ def test_many_new_containers_set_off_no_search_for_garbage(on):
         gc.callbacks.remove(note)
         (gc.enable if was else gc.disable)()
     assert not during
+
+
+def test_a_process_forked_meanwhile_searches_for_garbage():
+    with _no_collections():
+        child = os.fork()
+        if not child:
+            with _no_collections():
+                paused = not gc.isenabled()
+            os._exit(0 if paused and gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @given(OBJECTS)

@@ -101,8 +101,9 @@ class RoundMaker:
         made = Round(start, start.place, (), [], {}, set())
         rules = replace(self.rules, micro_tokens=start.micro_tokens)
         waiting = start.waiting or ((),) * size
-        triage = Triage(start.micro_tokens, self.overlength, [[] for _ in range(size)])
-        triage.allowed = self.rules.micro_tokens
+        shares: list[list[Sample]] = [[] for _ in range(size)]
+        allowed = self.rules.micro_tokens
+        triage = Triage(start.micro_tokens, self.overlength, shares, allowed=allowed)
         taken: list[int] = []
         first, waited = True, [0] * size
         while first or triage.filled(rules.per_step) < rules.per_step.amount:

@@ -7,8 +7,8 @@ Ranks are taken to meet once a step, as they do where gradients are added up on 
 exchanged; where they meet in every micro-step, they wait longer.
 
 Properties: the four parts of a rank's tally add up to the same number on every rank, what the
-slowest one computes; `fixed_batches` puts every sample into exactly one batch, in
-order, of at most `most` samples, and no two batches differ by more than one sample.
+slowest one computes; `fixed_batches` puts every sample into exactly one batch, in order, of at most
+`most` samples, and no two batches differ by more than one sample.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -78,21 +77,15 @@ def tensors_in(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     Raises:
         InputError: something there is not a tensor.
     """
-    given: list[Any] = [params] if isinstance(params, torch.Tensor) else []
-    if not given:
-        if not isinstance(params, Iterable):
-            raise InputError(
-                "a barrier is for tensors",
-                value=type(params).__name__,
-                rule="`params` is a list of tensors, or None for all that is attached",
-            )
+    given: list[Any] = [params]
+    if isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
         given = list(params)
     for one in given:
         if not isinstance(one, torch.Tensor):
             raise InputError(
                 "a barrier is for tensors",
                 value=type(one).__name__,
-                rule="`params` is a list of tensors",
+                rule="`params` is a list of tensors, or None for all that is attached",
                 fix="Give `model.parameters()`, not `model.named_parameters()`, for example",
             )
     return given
@@ -114,19 +107,3 @@ def chosen(only: str | Iterable[str] | None, attached: Collection[str]) -> set[s
         if not isinstance(name, str) or name not in attached:
             raise InputError(f"{name!r} is not attached, so it cannot be restored", rule=there)
     return set(wanted)
-
-
-def timeout_of(timeout: float | None) -> float | None:
-    """Seconds to wait at most.
-
-    Raises:
-        InputError: it is not a number of seconds.
-    """
-    wrong = isinstance(timeout, bool) or not isinstance(timeout, (int, float, type(None)))
-    if wrong or (timeout is not None and (math.isnan(timeout) or timeout < 0)):
-        raise InputError(
-            "how long to wait is wrong",
-            value=repr(timeout),
-            rule="`timeout` is a number of seconds, or None to wait as long as it takes",
-        )
-    return timeout

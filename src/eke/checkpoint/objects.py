@@ -21,6 +21,7 @@ import base64
 import gc
 import json
 import math
+import os
 import struct
 import threading
 from collections import Counter, OrderedDict
@@ -84,6 +85,19 @@ def to_json(tree: Any) -> bytes:
         return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
 
 
+_pausing = threading.Lock()
+
+
+def _go_on_in_child() -> None:
+    """A process that is forked meanwhile would never search for garbage again."""
+    if _pausing.locked():
+        _pausing.release()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_go_on_in_child)
+
+
 @contextmanager
 def _no_collections() -> Iterator[None]:
     """No search for garbage meanwhile: what is made here is kept, and so many new containers set
@@ -97,9 +111,6 @@ def _no_collections() -> Iterator[None]:
     finally:
         gc.enable()
         _pausing.release()
-
-
-_pausing = threading.Lock()
 
 
 class Ready(NamedTuple):

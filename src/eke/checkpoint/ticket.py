@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from eke.budget.bill import Bill
-from eke.checkpoint.arguments import timeout_of
+from eke.budget.units import parse_duration
 from eke.checkpoint.timeline import Marks, Span
 from eke.errors import EkeError, InputError
 
@@ -94,17 +94,17 @@ class Ticket:
         self.seconds[state] = time.perf_counter() - self._began
         self._state = state
 
-    def wait(self, state: State = "committed", timeout: float | None = None) -> Ticket:
+    def wait(self, state: State = "committed", timeout: float | str | None = None) -> Ticket:
         """Wait until it has got as far as `state`; returns itself.
 
         Args:
             state: "captured", "persisted" or "committed".
-            timeout: seconds to wait at most.
+            timeout: how long to wait at most: seconds, or "10m" for example; None without end.
 
         Raises:
-            InputError: `state` is none of the three, or `timeout` is no number of seconds.
+            InputError: `state` is none of the three, or `timeout` is no duration.
             SaveError: the save failed.
-            EkeError: `timeout` seconds were not enough; the save goes on.
+            EkeError: `timeout` was not enough; the save goes on.
         """
         if state not in ("captured", "persisted", "committed"):
             raise InputError(
@@ -112,9 +112,9 @@ class Ticket:
                 value=state,
                 rule='it is "captured", "persisted" or "committed"',
             )
-        timeout = timeout_of(timeout)
+        most_s = None if timeout is None else parse_duration(timeout, "how long to wait")
         if self._engine is not None:
-            self._engine.wait(self, state, timeout)
+            self._engine.wait(self, state, most_s)
         return self
 
     def __repr__(self) -> str:
