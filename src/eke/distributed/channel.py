@@ -235,13 +235,19 @@ class Channel:
     def _who_ended(self, answered: Set[int]) -> str:
         """Ranks of this machine whose process is over, named; "" for none.
 
-        All of them: one that ended because of another may be seen together with it.
+        All of them, and then those too whose process is stopped: one that ended because of another
+        may be seen together with it, and if it is rank 0, nobody can read any more why it left.
         """
+        others = [r for r in range(len(self._peers)) if r != self.rank and r not in answered]
+        seen = {rank: self._state(rank) for rank in others}
+        if "ended" not in seen.values():
+            return ""
+        said = {"ended": f"is gone ({self._name}): its process {{}} has ended"}
+        said["stopped"] = "does not answer: its process {} is stopped"
         return "; ".join(
-            f"rank {rank} of {self.size} is gone ({self._name}): "
-            f"its process {peer['pid']} has ended"
-            for rank, peer in enumerate(self._peers)
-            if rank != self.rank and rank not in answered and self._state(rank) == "ended"
+            f"rank {rank} of {self.size} {said[state].format(self._peers[rank]['pid'])}"
+            for rank, state in seen.items()
+            if state
         )
 
     def _state(self, rank: int) -> str:
