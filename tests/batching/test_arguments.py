@@ -22,7 +22,7 @@ def test_whole_numbers_of_any_kind_become_pythons(value: Any) -> None:
         (8.0, "window is not a whole number; got 8.0"),
         (None, "window is not a whole number; got 'None'"),
         ([8], "window is not a whole number"),
-        (True, "window is too small; got True"),
+        (True, "window is not a whole number; got True"),
         (1, "window is too small; got 1; it is at least 2"),
         (MOST + 1, "window is too large"),
     ],
@@ -45,7 +45,7 @@ def test_a_flag_is_true_or_false() -> None:
             flag("packing", value)
 
 
-@pytest.mark.parametrize("value", ["d", None, ["a"], {}])
+@pytest.mark.parametrize("value", ["d", None, ["a"], {}, 1, np.array(["a", "b"])])
 def test_what_is_not_among_the_names_is_refused(value: Any) -> None:
     one_of("it is unknown", "a", ("a", "b"))
     with pytest.raises(InputError, match=r"it is unknown; got .*; it is one of a, b"):

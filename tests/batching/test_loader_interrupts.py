@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from eke.batching import Block, DynamicLoader
+from eke.batching import loader as loading
+from eke.batching.batch import collate
 from eke.errors import EkeError
 
 MakeDataset = Callable[[Sequence[int]], Any]
@@ -74,8 +77,71 @@ def test_a_round_ahead_that_fails_is_forgotten_by_whoever_goes_elsewhere(
             loader.lower_cap(8)
         else:
             loader.load_state_dict(start)
+        assert loader._ahead is not None  # nobody has waited for it
         again = next(loader.blocks())
         assert set(uids([again])) <= {(0, i) for i in range(8)}
         assert again.index == first.index == 0
         with pytest.raises(EkeError, match="sample 12: OSError: disk gone"):
             list(loader.blocks())
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("how", ["take_back", "lower_cap", "load_state_dict"])
+def test_a_block_is_taken_back_without_waiting_for_the_round_ahead(
+    token_dataset: MakeDataset, how: str
+) -> None:
+    """A run that ends is not held up by data that it will never use."""
+    go_on = threading.Event()
+
+    class Hanging(token_dataset):  # type: ignore[misc, valid-type]
+        def __getitem__(self, index: int) -> Any:
+            if index == 12:
+                go_on.wait()
+            return super().__getitem__(index)
+
+    settings = {**SETTINGS, "shuffle": False, "epochs": 1}
+    with DynamicLoader(Hanging([4] * 40), **settings) as loader:
+        loader._thread_ahead = True
+        start, stats = loader.state_dict(), loader.stats
+        first = next(loader.blocks())
+        {
+            "take_back": loader.take_back,
+            "lower_cap": lambda: loader.lower_cap(8),
+            "load_state_dict": lambda: loader.load_state_dict(start),
+        }[how]()
+        assert loader.state_dict()["delivered"] == start["delivered"] == []
+        assert (loader.stats.samples, loader.stats.blocks) == (stats.samples, stats.blocks) or (
+            how == "load_state_dict"
+        )
+        go_on.set()
+        blocks = list(loader.blocks())
+    assert sorted(uids(blocks)) == [(0, i) for i in range(40)]
+    assert [block.index for block in blocks] == list(range(len(blocks)))
+    if how == "take_back":
+        assert uids(blocks[:1]) == uids([first])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_interrupt_while_a_block_is_made_leaves_it_to_whoever_goes_on(
+    token_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    pressed = []
+
+    def interrupted(*args: Any, **settings: Any) -> Any:
+        if len(pressed) % 3 == 1:
+            pressed.append(True)
+            raise KeyboardInterrupt
+        pressed.append(False)
+        return collate(*args, **settings)
+
+    monkeypatch.setattr(loading, "collate", interrupted)
+    found: list[tuple[int, int]] = []
+    with DynamicLoader(token_dataset([4] * 40), epochs=1, **SETTINGS) as loader:
+        while loader.state_dict()["epoch"] == 0:
+            try:
+                for block in loader.blocks() if whole else loader:
+                    found += uids([block]) if isinstance(block, Block) else block.uids
+            except KeyboardInterrupt:
+                continue
+    assert sum(pressed) >= 3
+    assert sorted(found) == [(0, i) for i in range(40)]

@@ -138,7 +138,7 @@ def check_killed_and_resumed(
     plan = PLAN_OF(number)
     runs = [f"{number}:kill:{step}:{victim}"]
     ranks = run_random(start_ranks, size, runs, victim)[number]
-    asked = set()
+    asked, ended = set(), []
     for rank, lines in enumerate(ranks):
         if rank != victim:
             end = lines.pop()
@@ -147,7 +147,12 @@ def check_killed_and_resumed(
                 assert f"rank {victim} of {size}" in end["error"]
             else:
                 assert lines[-1]["state"]["epoch"] == plan["epochs"]
+                ended.append(lines)
             assert (end["left"], end["closed_soon"]) == ([], True)
+    if ended:  # alike, and nothing twice
+        assert len(set(map(len, ended))) == 1
+        alone = Counter(delivered(ended, len(ended[0])))
+        assert alone <= Counter(usable(plan))
     done = min(map(len, ranks))
     assert done == step + 1
     before = delivered(ranks, done)
@@ -183,11 +188,14 @@ def test_180_random_runs(start_ranks: Any, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", range(20))
-def test_20_killed_runs(start_ranks: Any, tmp_path: Path, number: int) -> None:
-    rng = random.Random(number)
-    size = rng.randint(2, 4)
-    # Without workers or with forked ones, so that 40 jobs take minutes.
-    run, victim = 5000 + 5 * number + rng.randint(0, 1), rng.randrange(size)
-    check_killed_and_resumed(start_ranks, tmp_path, run, size, 1, victim, rng.randint(1, 4))
+@pytest.mark.timeout(1800)
+def test_20_killed_runs(start_ranks: Any, tmp_path: Path) -> None:
+    named = 0
+    for number in range(20):
+        rng = random.Random(number)
+        size = rng.randint(2, 4)
+        # Without workers or with forked ones, so that 40 jobs take minutes.
+        run, victim = 5000 + 5 * number + rng.randint(0, 1), rng.randrange(size)
+        after = rng.randint(1, 4)
+        named += check_killed_and_resumed(start_ranks, tmp_path, run, size, 1, victim, after)
+    assert named >= 12

@@ -3,7 +3,8 @@
 from eke.batching.batch import Block, MicroBatch
 from eke.batching.cost import CostModel, Load
 from eke.batching.exchange import Alone, Exchange
-from eke.batching.loader import DynamicLoader, LoaderStats
+from eke.batching.loader import DynamicLoader
+from eke.batching.stats import LoaderStats
 
 __all__ = [
     "Alone",

@@ -24,7 +24,10 @@ def whole_number(name: str, value: Any, least: int, most: int | None = MOST) -> 
         raise InputError(
             f"{name} is not a whole number", value=_shown(value), rule=f"it is at least {least}"
         ) from error
-    if isinstance(value, bool) or number < least:
+    if isinstance(value, bool):
+        rule = f"it is a whole number of at least {least}"
+        raise InputError(f"{name} is not a whole number", value=value, rule=rule)
+    if number < least:
         raise InputError(f"{name} is too small", value=value, rule=f"it is at least {least}")
     if most is not None and number > most:
         raise InputError(f"{name} is too large", value=value, rule=f"it is at most {most}")
@@ -48,7 +51,7 @@ def one_of(what: str, value: Any, names: Sequence[Any]) -> None:
     Raises:
         InputError: it is not.
     """
-    if value not in names:
+    if not isinstance(value, str | None) or value not in names:
         rule = f"it is one of {', '.join(map(str, names))}"
         raise InputError(what, value=_shown(value), rule=rule)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from eke.distributed import Channel, ranks_around, world
 from eke.errors import EkeError, InputError
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """Bytes between all ranks. Both calls are collectives, and end on every rank with an answer or
     with an `EkeError` that names the rank at fault."""

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, get_args
 
@@ -32,6 +32,7 @@ from eke.batching.order import Order, Place
 from eke.batching.planner import BlockPlan, PerStep, Rules
 from eke.batching.round_maker import Round, RoundMaker
 from eke.batching.state import Counts, Progress, progress_of
+from eke.batching.stats import LoaderStats
 from eke.batching.tally import tally
 from eke.batching.triage import Overlength
 from eke.budget.units import parse_duration
@@ -40,53 +41,6 @@ from eke.version import __version__
 
 CLOSE_S = 10.0
 """How long `close` waits for workers in the middle of a sample before it ends them."""
-
-
-@dataclass
-class LoaderStats:
-    """What the loader did since it was built; `counts` and `blocks` go on over a resume.
-
-    Tokens and samples are of all ranks; `micro_batches`, `dummies` and seconds are this rank's. A
-    block that `lower_cap` took back is in none.
-
-    Attributes:
-        padded_tokens: real tokens, padding and dummies.
-        paced_tokens: padded tokens if every rank had the slowest rank's of each micro-step.
-        capacity_tokens: what all micro-batches could have held.
-        fetch_s, exchange_s, plan_s: of making rounds, partly while others trained: waiting for
-            samples, for other ranks, and planning.
-        wait_s: how long training waited for a round.
-    """
-
-    blocks: int = 0
-    rounds: int = 0
-    samples: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    paced_tokens: int = 0
-    capacity_tokens: int = 0
-    micro_batches: int = 0
-    dummies: int = 0
-    fetch_s: float = 0.0
-    exchange_s: float = 0.0
-    plan_s: float = 0.0
-    wait_s: float = 0.0
-    counts: Counts = field(default_factory=Counts)
-
-    @property
-    def padding(self) -> float:
-        """Share of the padded tokens that is not real, in [0, 1]."""
-        return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
-
-    @property
-    def efficiency(self) -> float:
-        """Real tokens over `paced_tokens`: 1 without padding and with balanced ranks."""
-        return self.tokens / self.paced_tokens if self.paced_tokens else 1.0
-
-    @property
-    def fill(self) -> float:
-        """Real tokens over `capacity_tokens`."""
-        return self.tokens / self.capacity_tokens if self.capacity_tokens else 1.0
 
 
 class DynamicLoader:
@@ -159,11 +113,13 @@ class DynamicLoader:
         move_samples = flag("move_samples", move_samples)
         one_of("overlength is not a known policy", overlength, get_args(Overlength))
         one_of("loss is not a known mean", loss, get_args(Loss))
-        one_of("wait_rounds is wrong", wait_rounds, (0, 1))
+        wait_rounds = whole_number("wait_rounds", wait_rounds, 0, most=1)
         methods = multiprocessing.get_all_start_methods()
         one_of("start_method is not one of this system's", start_method, (None, *methods))
         if not isinstance(cost, CostModel | None):
             raise InputError("cost is not a CostModel", value=cost, fix="Give an eke.CostModel")
+        if not isinstance(exchange, Exchange | None):
+            raise InputError("exchange is not an Exchange", value=type(exchange).__name__)
         patience_s = parse_duration(patience, "the loader's patience")
         if not 0 < patience_s < 1e9:
             rule = "it is above 0 and below 30 years"
@@ -171,6 +127,12 @@ class DynamicLoader:
         step = PerStep.parse(per_step)
         cost = cost or CostModel()
         rules = Rules(micro_tokens, step, cost, packing, wait_rounds, move_samples)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise InputError(
+                "the dataset cannot be read",
+                value=type(dataset).__name__,
+                rule="it is map-style: it has __len__ and __getitem__",
+            )
         samples = len(dataset)
         if samples == 0:
             raise InputError("the dataset has no samples", fix="Check the data's files and filters")
@@ -190,7 +152,7 @@ class DynamicLoader:
         self._config["loss"] = self._loss = loss
         self._micro_tokens, self._overlength = micro_tokens, overlength
         self._pad_token_id, self._epochs = pad_token_id, epochs
-        self._exchange = exchange or exchange_of_job(patience_s)
+        self._exchange = exchange_of_job(patience_s) if exchange is None else exchange
         self._rank, self._size = self._exchange.rank, self._exchange.size
         self._order = Order(samples, seed, shuffle)
         round_samples = window * self._size
@@ -266,7 +228,6 @@ class DynamicLoader:
         # A cap that was lowered in the run stays so, unless the user asks for another one.
         lowered = state["config"].get("micro_tokens") == self._micro_tokens
         cap = progress.micro_tokens if lowered else self._micro_tokens
-        self._drop_ahead()
         self._wish = self.stopped = ""
         self._go_to(progress.move_to(self._order, self._size, cap))
 
@@ -275,9 +236,20 @@ class DynamicLoader:
         """The cap that the next block is planned under."""
         return self._progress.micro_tokens
 
+    def take_back(self) -> None:
+        """Take back the last block that was given, as if it never had been: it did not train. Every
+        rank calls it at the same step. Does not wait for anything.
+
+        Raises:
+            EkeError: the loader is closed.
+        """
+        self._check_open()
+        self._stats = self._stats_before
+        self._go_to(self._before)
+
     def lower_cap(self, micro_tokens: int) -> None:
-        """Take back the last block that was given, as if it never had been, and plan what is left
-        under a lower cap: after running out of memory. Every rank calls it at the same step.
+        """Take back the last block that was given, and plan what is left under a lower cap: after
+        running out of memory. Every rank calls it at the same step.
 
         Samples of more tokens than that are cut or dropped where `overlength` says so; else, up to
         `micro_tokens`, each gets a micro-batch of its own.
@@ -294,9 +266,8 @@ class DynamicLoader:
                 value=micro_tokens,
                 rule=f"below {self._progress.micro_tokens}",
             )
-        self._drop_ahead()
-        self._stats = self._stats_before
-        self._go_to(self._before.move_to(self._order, self._size, micro_tokens))
+        self.take_back()
+        self._go_to(self._progress.move_to(self._order, self._size, micro_tokens))
 
     def stop(self, why: str) -> None:
         """Wish that all ranks stop: they do so together, at the end of the round that is made next.
@@ -346,7 +317,9 @@ class DynamicLoader:
     # ------------------------------------------------------------------ one block
 
     def _go_to(self, progress: Progress) -> None:
-        """Stand at `progress`; its round is fetched and planned again when a block is asked for."""
+        """Stand at `progress`. When a block is asked for, its round is fetched and planned again,
+        and not before a round that is being made is waited for."""
+        self._ahead_is_stale = self._ahead is not None
         self._progress = self._before = progress
         self._stats_before = replace(self._stats)
         self._queue: deque[BlockPlan] = deque()
@@ -362,21 +335,18 @@ class DynamicLoader:
             self._begin_round(end_epoch)
         assert self._round is not None
         arrival = self._round.arrival
-        plan = self._queue.popleft()
+        plan, rest = self._queue[0], None
         if not whole:
             plan, rest = plan.first_step()
-            if rest.steps:
-                self._queue.appendleft(rest)
         samples = plan.samples()
         in_order = sorted(samples, key=lambda sample: arrival[sample.index])
         epoch = self._progress.place.epoch
-        self._advance(plan)
         label_tokens = sum(sample.label_tokens for sample in samples)
         parts = label_tokens if self._loss == "token" else sum(s.label_tokens > 0 for s in samples)
         scale = self._size / parts if parts else 0.0
         micro_batches = tuple(
             collate(
-                [self._samples.pop(sample.index) for sample in step[self._rank]],
+                [self._samples[sample.index] for sample in step[self._rank]],
                 [(epoch, sample.index) for sample in step[self._rank]],
                 pad_token_id=self._pad_token_id,
                 scale=scale,
@@ -385,6 +355,14 @@ class DynamicLoader:
             )
             for step in plan.steps
         )
+        # Not before: an interrupt up to here leaves the block to whoever goes on.
+        self._queue.popleft()
+        if rest is not None and rest.steps:
+            self._queue.appendleft(rest)
+        for step in plan.steps:
+            for sample in step[self._rank]:
+                del self._samples[sample.index]
+        self._advance(plan)
         self._stats.micro_batches += len(micro_batches)
         self._stats.dummies += sum(micro_batch.is_dummy for micro_batch in micro_batches)
         return Block(
@@ -437,6 +415,8 @@ class DynamicLoader:
         """Take the next round, and begin to make the one after it."""
         kept = {} if self._round is None else self._round.samples
         began = time.perf_counter()
+        if self._ahead_is_stale:
+            self._drop_ahead()
         if self._ahead is None:
             made = self._make(self._progress, kept)
         else:
@@ -475,6 +455,7 @@ class DynamicLoader:
         if self._ahead is not None:
             self._ahead.wait()
             self._ahead = None
+        self._ahead_is_stale = False
 
 
 _open: weakref.WeakSet[DynamicLoader] = weakref.WeakSet()

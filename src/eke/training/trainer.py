@@ -307,7 +307,6 @@ class Trainer:
             oversight.evaluate()
         oversight.pace()
         session.timeline.outside()
-        trained = loader.state_dict()
         for block in loader.blocks():
             session.gather("wait")
             cost, spent, finish = agreed(
@@ -317,7 +316,7 @@ class Trainer:
             move = next_move(session.budget, spent, cost, finish, state.decay, reserve)
             if move.kind == "finish":
                 # This block does not train. Under a larger limit it is the next one.
-                loader.load_state_dict(trained)
+                loader.take_back()
                 return move
             if move.kind == "decay":
                 oversight.start_decay(spent, finish, move.reason, move.unit)
@@ -340,7 +339,6 @@ class Trainer:
             session.timeline.turn(state.step)
             if outcome.signalled:
                 return None
-            trained = loader.state_dict()
         return Move("finish", "every epoch is done", "epochs")
 
     @staticmethod
