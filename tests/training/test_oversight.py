@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from eke.budget import Budget
-from eke.budget.flops import train_flops
+from eke.budget.flops import forward_flops, train_flops
 from eke.budget.jsonl import read_records
 from eke.errors import EkeError, InputError
 from eke.training import evaluate
@@ -278,7 +278,8 @@ def test_an_evaluation_that_does_not_fit_is_done_again_in_smaller_batches(
     whole = oversight.evaluate()
     holdout = session.prepared.holdout
     before = holdout.micro_tokens
-    costs = [holdout.flops(session.prepared.shape)]
+    shape = session.prepared.shape
+    first = forward_flops(shape, *holdout.shapes()[0])  # no more of it was begun
     short_of_memory(monkeypatch, 100)
     found = oversight.evaluate()
     assert whole is not None
@@ -294,7 +295,7 @@ def test_an_evaluation_that_does_not_fit_is_done_again_in_smaller_batches(
     ]
     lost = [bill for bill in session.run.ledger.bills if bill.what == "lost"]
     assert len(lost) == len(shortages)
-    assert lost[0].flops == costs[0]
+    assert lost[0].flops == first < holdout.flops(shape)
     # A run that goes on does not try again what did not fit.
     again, resumed, _ = make(state=RunState(eval_micro_tokens=session.state.eval_micro_tokens))
     assert resumed.prepared.holdout.micro_tokens == holdout.micro_tokens
@@ -315,14 +316,17 @@ def test_a_lost_evaluation_does_not_pass_the_budget(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, session, _ = make()
-    flops = session.prepared.holdout.flops(session.prepared.shape)
-    oversight, session, saver = make(Budget(flops=2.5 * flops), RunState(step=3, eval_interval=5))
+    holdout, shape = session.prepared.holdout, session.prepared.shape
+    flops, lost = holdout.flops(shape), forward_flops(shape, *holdout.shapes()[0])
+    oversight, session, saver = make(
+        Budget(flops=2 * flops + lost / 9), RunState(step=3, eval_interval=5)
+    )
     short_of_memory(monkeypatch, 100)
     oversight.evaluate_and_govern(save_due=True)
     assert [r["kind"] for r in records(session, "metrics")] == ["out_of_memory"]
     assert saver.calls == [("save", 3)]
     spent = session.run.ledger.spent("flops")  # the directory, and so the ledger, is shared
-    oversight, session, _ = make(Budget(flops=spent + 1.5 * flops), RunState(step=3))
+    oversight, session, _ = make(Budget(flops=spent + flops + lost / 9), RunState(step=3))
     assert oversight.last_evaluation("the FLOP budget is used up", "flops") is None
 
 

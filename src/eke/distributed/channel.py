@@ -21,7 +21,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -69,7 +69,7 @@ class Channel:
         self._pending: dist.Work | None = None
         self._left = threading.Event()
         self._peers: list[dict[str, Any]] = []
-        self._post(f"at/{self.rank}", 0)
+        self._post({f"at/{self.rank}": 0})
         try:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
         except (RuntimeError, ValueError) as error:
@@ -133,8 +133,7 @@ class Channel:
             return
         # Whoever leaves because of another passes on who that was.
         why = self._lost or f"rank {self.rank} of {self.size} left: {why}"
-        self._post(f"left/{self.rank}", [why, self._done])
-        self._post("left", True)
+        self._post({f"left/{self.rank}": [why, self._done], "left": True})
         with contextlib.suppress(ValueError, AssertionError):  # the whole job was left before
             dist.destroy_process_group(group)
         pending, self._pending = self._pending, None
@@ -153,7 +152,7 @@ class Channel:
             self._lost = f"rank {self.rank} of {self.size} broke off a call ({self._name})"
             raise EkeError(self._lost, fix="Close what uses the channel and open it anew")
         self._calls += 1
-        self._post(f"at/{self.rank}", self._calls)
+        self._post({f"at/{self.rank}": self._calls})
         return self._group
 
     def _end(self, begin: Callable[[], Any]) -> None:
@@ -268,9 +267,14 @@ class Channel:
             return "ended"
         return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
 
-    def _post(self, name: str, value: Any) -> None:
+    def _post(self, what: Mapping[str, Any]) -> None:
         """Tell the others, if rank 0 still serves the store: without it nobody is there to hear."""
-        _within(STORE_S, lambda: self._store.put(f"{self._key}/{name}", value))
+
+        def put() -> None:
+            for name, value in what.items():
+                self._store.put(f"{self._key}/{name}", value)
+
+        _within(STORE_S, put)
 
     def _look(self, name: str) -> dict[int, Any] | None:
         """What the other ranks told, by rank; None if rank 0 does not answer."""

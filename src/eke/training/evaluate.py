@@ -26,12 +26,19 @@ from eke.training.memory import Shortage, is_out_of_memory, shortages_of
 
 
 class EvaluationShort(EkeError):
-    """An evaluation did not fit into some rank's memory; raised on all ranks."""
+    """An evaluation did not fit into some rank's memory; raised on all ranks.
 
-    def __init__(self, shortages: Mapping[int, Shortage]) -> None:
+    Attributes:
+        shortages: by rank.
+        shapes: (sequences, positions) of the groups that were begun, on all ranks.
+    """
+
+    def __init__(
+        self, shortages: Mapping[int, Shortage], shapes: Sequence[tuple[int, int]]
+    ) -> None:
         rank, shortage = min(shortages.items())
         super().__init__(f"rank {rank} ran out of memory in an evaluation: {shortage.error}")
-        self.shortages = shortages
+        self.shortages, self.shapes = shortages, shapes
 
 
 @dataclass(frozen=True)
@@ -147,18 +154,21 @@ class Holdout:
         was_training = model.training
         model.eval()
         mine: list[list[float]] = []
+        begun: list[int] = []
         shortage = None
         try:
             with autocast:
                 for group, rank in enumerate(self._ranks):
                     if rank == world().rank and shortage is None:
+                        begun.append(group)
                         shortage = self._score(group, mine, model, device)
         finally:
             model.train(was_training)
-        told = gather_objects([mine, shortage])
-        if shortages := shortages_of([short for _, short in told]):
-            raise EvaluationShort(shortages)
-        sums_by_example = {int(i): float(s) for part, _ in told for i, s in part}
+        told = gather_objects([mine, shortage, begun])
+        if shortages := shortages_of([short for _, short, _ in told]):
+            shapes = self.shapes()
+            raise EvaluationShort(shortages, [shapes[g] for _, _, groups in told for g in groups])
+        sums_by_example = {int(i): float(s) for part, _, _ in told for i, s in part}
         totals = [sums_by_example[i] for i in range(len(self))]
         return scores_of(totals, self.weights, self._loss)
 

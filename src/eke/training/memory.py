@@ -95,15 +95,18 @@ def recover(
     _tell(session, shortages, before, after, "step")
 
 
-def recover_evaluation(session: Session, shortages: Mapping[int, Shortage]) -> None:
+def recover_evaluation(session: Session, shortages: Mapping[int, Shortage], flops: float) -> None:
     """Lower the cap of evaluations. A collective.
+
+    Args:
+        flops: the most that what was begun can have taken.
 
     Raises:
         EkeError: a single sample did not fit.
     """
     holdout = session.prepared.holdout
     before = holdout.micro_tokens
-    session.charge("lost", holdout.flops(session.prepared.shape))
+    session.charge("lost", flops)
     after = lowered_cap(before, shortages)
     holdout.limit(after)
     session.state.eval_micro_tokens = after

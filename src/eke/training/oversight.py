@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from eke.budget import Decision
-from eke.budget.flops import train_flops
+from eke.budget.flops import forward_flops, train_flops
 from eke.distributed import world
 from eke.errors import EkeError, InputError
 from eke.governor import Governor, Rule, eval_interval, fit_bigram
@@ -164,7 +164,8 @@ class Oversight:
         try:
             scores = p.holdout.evaluate(p.model, p.device, p.autocast)
         except EvaluationShort as short:
-            memory.recover_evaluation(s, short.shortages)
+            lost = sum(forward_flops(p.shape, b, t) for b, t in short.shapes)
+            memory.recover_evaluation(s, short.shortages, lost)
             fits = self._evaluation_fits(finished=finished)
             return self.evaluate(finished=finished) if fits else None
         flops = p.holdout.flops(p.shape)
