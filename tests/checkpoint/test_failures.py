@@ -22,7 +22,7 @@ def failed(engine: Engine, serial: int, text: str) -> Ticket:
     ticket = Ticket(serial * 10, Path("step"), engine, serial)
     ticket.error = SaveError(text)
     ticket.reach("failed")
-    engine._errors.append(ticket)
+    engine._desk.errors.append(ticket)
     return ticket
 
 

@@ -1,0 +1,97 @@
+"""What the engine's threads, and whoever waits for them, share: the saves in flight, the memory
+that they go through, the failures that nobody has heard of, and the clock of progress.
+
+All of it is used under one lock, `turn`, which is also where to sleep until something happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+from eke.checkpoint.flow import Spot
+from eke.checkpoint.pool import Pool
+from eke.checkpoint.ticket import Ticket
+from eke.checkpoint.work import Task
+from eke.errors import EkeError
+
+log = logging.getLogger("eke.checkpoint")
+
+_LOOK_S = 0.5
+"""How often a bounded wait looks at the clock."""
+
+
+class Desk:
+    """One engine's.
+
+    Args:
+        patience_s: how long a save may make no progress.
+        warn: log failures at once, instead of keeping them to be raised.
+
+    Attributes:
+        tasks: the saves in flight, oldest first; the first is being written.
+        pool: None before it is needed.
+        held: the captured blocks that are not written, (id of the task, block) -> slot.
+        errors: the failed saves that nobody has heard of, oldest first.
+        stopping: whether the threads end once nothing is in flight.
+    """
+
+    def __init__(self, patience_s: float, *, warn: bool = False) -> None:
+        self.patience_s, self._warn = patience_s, warn
+        self.turn = threading.Condition()
+        self.tasks: deque[Task] = deque()
+        self.pool: Pool | None = None
+        self.held: dict[tuple[int, Spot], int] = {}
+        self.errors: deque[Ticket] = deque()
+        self.stopping = False
+        self._moved = time.monotonic()
+
+    def moved(self) -> None:
+        """There is progress."""
+        self._moved = time.monotonic()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether there has been none for too long."""
+        return time.monotonic() - self._moved > self.patience_s
+
+    def pause(self, most_s: float | None = None) -> None:
+        """Sleep until something happens; give up on what is in flight if nothing does for long."""
+        self.turn.wait(_LOOK_S if most_s is None else min(_LOOK_S, most_s))
+        if not self.tasks or not self.stuck:
+            return
+        for task in self.tasks:
+            self.fail(
+                task,
+                EkeError(
+                    f"saving step {task.ticket.step} has made no progress for "
+                    f"{self.patience_s:g} s; it is {task.ticket.state}"
+                    + (f", {task.doing}" if task.doing else ""),
+                    fix="See whether the disk answers and the other ranks live",
+                ),
+            )
+
+    def fail(self, task: Task, error: BaseException) -> None:
+        """A save has failed, unless it is over."""
+        if task.ticket.final:
+            return
+        task.ticket.error = task.failure(error)
+        task.ticket.reach("failed")
+        if self._warn:
+            log.warning("%s", task.ticket.error)
+        elif not task.ticket.heard:
+            self.errors.append(task.ticket)
+        self.turn.notify_all()
+
+    def forget(self, ticket: Ticket) -> None:
+        """What a save failed with is being told: not again."""
+        ticket.heard = True
+        if ticket in self.errors:
+            self.errors.remove(ticket)
+
+    def note_captured(self, task: Task) -> None:
+        """Something of a save was captured, perhaps the last."""
+        if task.ticket.state == "capturing" and task.flow.all_captured:
+            task.ticket.reach("captured")
