@@ -232,6 +232,23 @@ def test_a_disk_that_hangs_is_given_up_within_bounds(tmp_path, gate):
     ck.close()
 
 
+def test_the_time_that_a_process_is_stopped_does_not_count(tmp_path, gate):
+    ck, _, _ = make(tmp_path, storage=gate, patience=2.0)
+    ticket = ck.save(1)
+    assert gate.at_write.wait(30)
+    me = os.getpid()
+    stop = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -STOP {me}; sleep 3; kill -CONT {me}"])
+
+    def open_later():
+        stop.wait(30)
+        time.sleep(0.3)
+        gate.open_.set()
+
+    threading.Thread(target=open_later).start()
+    assert ticket.wait(timeout=60).state == "committed"
+    ck.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [

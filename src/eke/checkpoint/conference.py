@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eke.checkpoint.owner import Owner, me, parse_token, start_of
+from eke.checkpoint.patience import Patience
 from eke.distributed import Store, World
 from eke.errors import EkeError
 
@@ -78,8 +79,8 @@ class Conference:
         Raises:
             EkeError: the rank has ended, or was silent for too long.
         """
-        nap, seen, since = FIRST_NAP_S, None, time.monotonic()
-        limit = self._patience_s if at_most_s is None else at_most_s
+        nap, seen = FIRST_NAP_S, None
+        patience = Patience(self._patience_s if at_most_s is None else at_most_s)
         while True:
             for what in whats:
                 value = self.look(what, rank)
@@ -96,14 +97,15 @@ class Conference:
                 )
             beat = self.look("beat", rank)
             if beat != seen and at_most_s is None:
-                seen, since = beat, time.monotonic()
+                seen = beat
+                patience.moved()
             self._moved()  # this wait has a bound of its own
-            if time.monotonic() - since > limit:
+            if patience.over:
                 raise EkeError(
-                    f"rank {rank} has shown no progress for {limit:g} s",
+                    f"rank {rank} has shown no progress for {patience.most_s:g} s",
                     fix="See whether its disk answers and its process lives",
                 )
-            time.sleep(nap)
+            patience.sleep(time.sleep, nap)
             nap = min(2 * nap, LONGEST_NAP_S)
 
     def _ended(self, rank: int) -> bool:

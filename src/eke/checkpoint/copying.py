@@ -103,7 +103,7 @@ class Copier:
             error = caught
         task.ticket.marks.captured(began, compare=isinstance(what, Check))
         with self._desk.turn:
-            self._desk.moved()
+            self._desk.patience.moved()
             if error is not None and not (isinstance(what, Check) and task.flow.idle(what.lane)):
                 self._desk.fail(task, error)
             if isinstance(what, More):
@@ -135,7 +135,7 @@ class Copier:
         """Wait for a block that is under way. For the copier: a device may never answer."""
         failed = flight.wait()
         with self._desk.turn:
-            self._desk.moved()
+            self._desk.patience.moved()
             error = self.flights.land(flight) or failed
             if error is not None:
                 self._desk.fail(flight.task, error)

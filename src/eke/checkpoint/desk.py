@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 
 from eke.checkpoint.flow import Spot
+from eke.checkpoint.patience import Patience
 from eke.checkpoint.pool import Pool
 from eke.checkpoint.ticket import Ticket
 from eke.checkpoint.work import Task
@@ -31,6 +31,7 @@ class Desk:
         warn: log failures at once, instead of keeping them to be raised.
 
     Attributes:
+        patience: with what is in flight.
         tasks: the saves in flight, oldest first; the first is being written.
         pool: None before it is needed.
         held: the captured blocks that are not written, (id of the task, block) -> slot.
@@ -39,35 +40,25 @@ class Desk:
     """
 
     def __init__(self, patience_s: float, *, warn: bool = False) -> None:
-        self.patience_s, self._warn = patience_s, warn
+        self.patience, self._warn = Patience(patience_s), warn
         self.turn = threading.Condition()
         self.tasks: deque[Task] = deque()
         self.pool: Pool | None = None
         self.held: dict[tuple[int, Spot], int] = {}
         self.errors: deque[Ticket] = deque()
         self.stopping = False
-        self._moved = time.monotonic()
-
-    def moved(self) -> None:
-        """There is progress."""
-        self._moved = time.monotonic()
-
-    @property
-    def stuck(self) -> bool:
-        """Whether there has been none for too long."""
-        return time.monotonic() - self._moved > self.patience_s
 
     def pause(self, most_s: float | None = None) -> None:
         """Sleep until something happens; give up on what is in flight if nothing does for long."""
-        self.turn.wait(_LOOK_S if most_s is None else min(_LOOK_S, most_s))
-        if not self.tasks or not self.stuck:
+        self.patience.sleep(self.turn.wait, _LOOK_S if most_s is None else min(_LOOK_S, most_s))
+        if not self.tasks or not self.patience.over:
             return
         for task in self.tasks:
             self.fail(
                 task,
                 EkeError(
                     f"saving step {task.ticket.step} has made no progress for "
-                    f"{self.patience_s:g} s; it is {task.ticket.state}"
+                    f"{self.patience.most_s:g} s; it is {task.ticket.state}"
                     + (f", {task.doing}" if task.doing else ""),
                     fix="See whether the disk answers and the other ranks live",
                 ),

@@ -91,7 +91,7 @@ class Engine:
             ):
                 self._desk.pause()
                 failed = next((t.ticket.error for t in self._tasks if t.ticket.error), None)
-                if failed is not None and self._desk.stuck:
+                if failed is not None and self._desk.patience.over:
                     raise failed
 
     def submit(self, task: Task) -> None:
@@ -100,7 +100,7 @@ class Engine:
             self._ready()
             self._copier.to_touch.clear()
             if not self._tasks:
-                self._desk.moved()
+                self._desk.patience.moved()
             self._tasks.append(task)
             self._desk.note_captured(task)
             for lane, blocks in task.eager.items():
@@ -150,7 +150,7 @@ class Engine:
         """Wait until nothing is in flight. Failures stay to be raised."""
         with self._desk.turn:
             while self._tasks:
-                if self._tasks[0].ticket.final and self._desk.stuck:
+                if self._tasks[0].ticket.final and self._desk.patience.over:
                     return  # its writer is inside a call that does not return
                 self._desk.pause()
 
@@ -187,7 +187,7 @@ class Engine:
         self.drain()
         self.stop()
         for thread in self._threads:
-            thread.join(timeout=0 if self._tasks else self._desk.patience_s)
+            thread.join(timeout=0 if self._tasks else self._desk.patience.most_s)
         if not self._tasks and not self._copier.flights:
             self._threads.clear()
             self._desk.pool = None
@@ -244,7 +244,7 @@ class Engine:
             else:
                 yield what, self._desk.pool.array(self._desk.held[id(task), what]).data
             with self._desk.turn:
-                self._desk.moved()
+                self._desk.patience.moved()
                 if isinstance(what, Spot):
                     self._desk.pool.give_back(self._desk.held.pop((id(task), what)))
                 task.flow.written(what)
@@ -252,7 +252,7 @@ class Engine:
 
     def _progress(self) -> None:
         with self._desk.turn:
-            self._desk.moved()
+            self._desk.patience.moved()
 
     def _write_loop(self) -> None:
         step_aside()
@@ -270,7 +270,7 @@ class Engine:
             except BaseException as caught:  # noqa: BLE001 - raised where the save is waited for
                 error = caught
             with self._desk.turn:
-                self._desk.moved()
+                self._desk.patience.moved()
                 if error is not None:
                     self._desk.fail(task, error)
                 elif not task.ticket.final:
@@ -286,7 +286,7 @@ class Engine:
             except BaseException as caught:  # noqa: BLE001 - the save's own outcome is settled
                 log.warning("after saving step %d: %s", task.ticket.step, caught)
             with self._desk.turn:
-                self._desk.moved()
+                self._desk.patience.moved()
                 self._tasks.popleft()
                 self._desk.turn.notify_all()
             del task
