@@ -46,11 +46,29 @@ class Memory:
             self.values.pop(key, None)
 
 
-def together(root, captured, storages, store):
+class Progress:
+    """Whom a save tells how far it is; `gives_up` when it is about to commit."""
+
+    def __init__(self, ticket, gives_up):
+        self.ticket, self.gives_up = ticket, gives_up
+
+    def moved(self):
+        pass
+
+    def persisted(self):
+        self.ticket.reach("persisted")
+
+    def decide(self):
+        if self.gives_up:
+            raise SaveError("it has taken too long")
+
+
+def together(root, captured, storages, store, quitter=None):
     """Two ranks' saves of step 5; returns each one's ticket and bytes or error."""
     token = new_token(me())
 
     def run(rank):
+        gives_up = rank == quitter
         here, storage = World(rank, 2), storages[rank]
         place = Place(storage, root, False, Keep(), here, store, 30.0, Previous(root, storage))
         lanes = lanes_of(captured[rank], here, BLOCK_BYTES)
@@ -66,7 +84,7 @@ def together(root, captured, storages, store):
 
         ticket.reach("captured")
         try:
-            return ticket, save.run(blocks(), lambda: None)
+            return ticket, save.run(blocks(), Progress(ticket, gives_up))
         except (EkeError, OSError) as error:
             return ticket, save.failure(error)
         finally:
@@ -116,6 +134,16 @@ def test_one_ranks_disk_fails_and_both_hear_of_it(tmp_path, tensors, faulty, ran
         assert error.ticket is ticket
         assert "No space left on device" in str(error)
     assert f"failed on rank {rank}" in str(results[1 - rank][1])
+    assert list(root.iterdir()) == []
+    assert store.values == {}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_given_up_is_not_outrun_by_its_own_files(tmp_path, tensors, rank):
+    root, store = tmp_path / "ck", Memory()
+    root.mkdir()
+    results = together(root, captures(tensors), [Storage(), Storage()], store, rank)
+    assert all("it has taken too long" in str(error) for _, error in results)
     assert list(root.iterdir()) == []
     assert store.values == {}
 

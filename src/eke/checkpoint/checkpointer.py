@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -305,10 +305,26 @@ class Checkpointer:
         barriers."""
         return self._engine.stall_s
 
-    def _settle(self, doing: str) -> None:
-        """Wait for what is in flight, so that what was saved can be read. A collective."""
-        self._engine.drain()
-        hear(self._engine, agree(doing, lambda: unheard(self._engine)))
+    def _settle(self, doing: str, needs: Callable[[Ticket], bool]) -> None:
+        """Wait for what is in flight, so that what was saved can be read. A collective.
+
+        Args:
+            needs: whether this cannot be done while that save is stuck in the disk.
+        """
+        stuck = self._engine.drain()
+
+        def note() -> dict[str, Any] | None:
+            failed = unheard(self._engine)
+            if failed is None and stuck is not None and needs(stuck):
+                raise EkeError(
+                    f"{doing} has to wait: saving step {stuck.step} is stuck in the disk",
+                    rule=f"it is {stuck.state}"
+                    + ("" if stuck.final else ", and may yet become a checkpoint"),
+                    fix="See whether the disk answers, then try again",
+                )
+            return failed
+
+        hear(self._engine, agree(doing, note))
 
     def protect(self, steps: Iterable[int]) -> None:
         """Keep these steps whatever `keep` says, in place of those that were protected before.
@@ -354,12 +370,14 @@ class Checkpointer:
                 the states differ.
             CorruptCheckpoint: its bytes are not the ones that were written.
             EkeError: the disk failed, or a part of the state could not take its own back; the
-                message says so if anything was changed by then.
+                message says so if anything was changed by then. Or a save is stuck in the disk, so
+                that nobody knows whether this step is a checkpoint.
         """
         self._require_open()
         step = None if step is None else layout.require_step(step)
         wanted = chosen(only, self._providers)
-        self._settle("restoring")
+        # Which step is the newest, or whether there is that one, nobody knows then.
+        self._settle("restoring", lambda stuck: not stuck.final and step in (None, stuck.step))
         return restore(
             {name: self._providers[name] for name in self._providers if name in wanted},
             self.root,
@@ -389,11 +407,11 @@ class Checkpointer:
         reaches again can be saved again, and no restart finds what was undone.
 
         Raises:
-            EkeError: the disk failed.
+            EkeError: the disk failed, or a save is stuck in it: nothing is deleted then.
         """
         self._require_open()
         step = layout.require_step(step)
-        self._settle("discarding checkpoints")
+        self._settle("discarding checkpoints", lambda stuck: True)
         self._previous.forget()
 
         def discard() -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from eke.checkpoint.errors import reading
@@ -61,10 +61,13 @@ class Attempt:
         _at_work.add(self.path)
         self._storage.make_dir(self.path)
 
-    def commit(self, manifest: bytes) -> Path:
+    def commit(self, manifest: bytes, decide: Callable[[], None] = lambda: None) -> Path:
         """Write the manifest and give the checkpoint its name; returns its directory.
 
         A directory that has the name but no manifest that holds is moved out of the way.
+
+        Args:
+            decide: called when all but the name is there; what it raises, there is no checkpoint.
 
         Raises:
             OSError: the disk refused, and there is no new checkpoint.
@@ -73,6 +76,7 @@ class Attempt:
         write_file(self._storage, self.path / MANIFEST, manifest, self._durable)
         if self._durable:
             self._storage.sync_dir(self.path)
+        decide()
         target = self._root / step_name(self.step)
         if target.exists():
             delete(self._storage, self._root, self.step, durable=False)

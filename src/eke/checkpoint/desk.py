@@ -36,6 +36,8 @@ class Desk:
         pool: None before it is needed.
         held: the captured blocks that are not written, (id of the task, block) -> slot.
         errors: the failed saves that nobody has heard of, oldest first.
+        undecided: the save that the disk, or rank 0, is making a checkpoint: nobody here can stop
+            it any more, or say that it has failed.
         stopping: whether the threads end once nothing is in flight.
     """
 
@@ -46,6 +48,7 @@ class Desk:
         self.pool: Pool | None = None
         self.held: dict[tuple[int, Spot], int] = {}
         self.errors: deque[Ticket] = deque()
+        self.undecided: Task | None = None
         self.stopping = False
 
     def pause(self, most_s: float | None = None) -> None:
@@ -54,26 +57,49 @@ class Desk:
         if not self.tasks or not self.patience.over:
             return
         for task in self.tasks:
-            self.fail(
-                task,
-                EkeError(
-                    f"saving step {task.ticket.step} has made no progress for "
-                    f"{self.patience.most_s:g} s; it is {task.ticket.state}"
-                    + (f", {task.doing}" if task.doing else ""),
-                    fix="See whether the disk answers and the other ranks live",
-                ),
+            known = task is not self.undecided
+            error = EkeError(
+                f"saving step {task.ticket.step} has made no progress for "
+                f"{self.patience.most_s:g} s; it is {task.ticket.state}"
+                + (f", {task.doing}" if task.doing else ""),
+                rule=None
+                if known
+                else "it may or may not become a checkpoint when the disk answers",
+                fix="See whether the disk answers and the other ranks live",
             )
+            if known:
+                self.fail(task, error)
+            elif task.ticket.error is None:
+                self._tell(task.ticket, task.failure(error))
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """A save has failed, unless it is over."""
-        if task.ticket.final:
+        """A save has failed, unless it is over or the disk's to decide."""
+        if task.ticket.final or task is self.undecided:
             return
-        task.ticket.error = task.failure(error)
+        self._tell(task.ticket, task.failure(error))
         task.ticket.reach("failed")
+
+    def _tell(self, ticket: Ticket, error: EkeError) -> None:
+        """Whoever waits for a save is to hear this, or whoever calls next."""
+        ticket.error = error
         if self._warn:
-            log.warning("%s", task.ticket.error)
-        elif not task.ticket.heard:
-            self.errors.append(task.ticket)
+            log.warning("%s", error)
+        elif not ticket.heard and ticket not in self.errors:
+            self.errors.append(ticket)
+        self.turn.notify_all()
+
+    def end(self, task: Task, bytes_written: int, error: BaseException | None) -> None:
+        """The writer is done with a save: it is committed, or has failed."""
+        self.patience.moved()
+        self.undecided = None
+        if error is not None:
+            self.fail(task, error)
+        elif not task.ticket.final:
+            task.ticket.bytes_written = bytes_written
+            task.ticket.error = None
+            if task.ticket in self.errors:
+                self.errors.remove(task.ticket)  # nobody has heard that it was in doubt
+            task.ticket.reach("committed")
         self.turn.notify_all()
 
     def forget(self, ticket: Ticket) -> None:
@@ -86,3 +112,33 @@ class Desk:
         """Something of a save was captured, perhaps the last."""
         if task.ticket.state == "capturing" and task.flow.all_captured:
             task.ticket.reach("captured")
+
+
+class Running:
+    """The save that is being written, as it tells how far it is (see `work.Progress`)."""
+
+    def __init__(self, desk: Desk, task: Task) -> None:
+        self._desk, self._task = desk, task
+
+    def moved(self) -> None:
+        """See `work.Progress`."""
+        with self._desk.turn:
+            self._desk.patience.moved()
+
+    def persisted(self) -> None:
+        """See `work.Progress`."""
+        with self._desk.turn:
+            self._go_on()
+            self._task.ticket.reach("persisted")
+            self._desk.turn.notify_all()
+
+    def decide(self) -> None:
+        """See `work.Progress`."""
+        with self._desk.turn:
+            self._go_on()
+            self._desk.undecided = self._task
+
+    def _go_on(self) -> None:
+        self._desk.patience.moved()
+        if self._task.ticket.error is not None:
+            raise self._task.ticket.error

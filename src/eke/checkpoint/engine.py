@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from eke.checkpoint.beside import step_aside
 from eke.checkpoint.copying import Copier
-from eke.checkpoint.desk import Desk
+from eke.checkpoint.desk import Desk, Running
 from eke.checkpoint.flow import Flow, Link, Spot
 from eke.checkpoint.pool import Pool
 from eke.checkpoint.ticket import State, Ticket, reaches
@@ -146,13 +146,18 @@ class Engine:
                     )
                 self._desk.pause(left)
 
-    def drain(self) -> None:
-        """Wait until nothing is in flight. Failures stay to be raised."""
+    def drain(self) -> Ticket | None:
+        """Wait until nothing is in flight. Failures stay to be raised.
+
+        Returns the save whose writer is inside a call that does not return, if there is one.
+        """
         with self._desk.turn:
             while self._tasks:
-                if self._tasks[0].ticket.final and self._desk.patience.over:
-                    return  # its writer is inside a call that does not return
+                ticket = self._tasks[0].ticket
+                if self._desk.patience.over and (ticket.final or ticket.error is not None):
+                    return ticket
                 self._desk.pause()
+        return None
 
     def raise_failed(self) -> None:
         """Raise the oldest failure that nobody has heard of yet."""
@@ -250,10 +255,6 @@ class Engine:
                 task.flow.written(what)
                 self._desk.turn.notify_all()
 
-    def _progress(self) -> None:
-        with self._desk.turn:
-            self._desk.patience.moved()
-
     def _write_loop(self) -> None:
         step_aside()
         while True:
@@ -266,16 +267,11 @@ class Engine:
             error: BaseException | None = None
             size = 0
             try:
-                size = task.run(self._blocks(task), self._progress)
+                size = task.run(self._blocks(task), Running(self._desk, task))
             except BaseException as caught:  # noqa: BLE001 - raised where the save is waited for
                 error = caught
             with self._desk.turn:
-                self._desk.patience.moved()
-                if error is not None:
-                    self._desk.fail(task, error)
-                elif not task.ticket.final:
-                    task.ticket.bytes_written = size
-                    task.ticket.reach("committed")
+                self._desk.end(task, size, error)
                 for key in [key for key in self._desk.held if key[0] == id(task)]:
                     assert self._desk.pool is not None
                     self._desk.pool.give_back(self._desk.held.pop(key))

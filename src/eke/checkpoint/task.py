@@ -46,7 +46,7 @@ from eke.checkpoint.storage import Storage
 from eke.checkpoint.tensorfile import write_file
 from eke.checkpoint.ticket import Ticket
 from eke.checkpoint.together import describe, rebuild
-from eke.checkpoint.work import Array, Written
+from eke.checkpoint.work import Array, Progress, Written
 from eke.checkpoint.write import LaneWriter, objects_file
 from eke.distributed import Store, World
 from eke.errors import EkeError
@@ -159,15 +159,19 @@ class Save:
 
     # ------------------------------------------------------------------ writing
 
-    def run(self, blocks: Iterator[Written], moved: Callable[[], None]) -> int:
+    def run(self, blocks: Iterator[Written], progress: Progress) -> int:
         """See `work.Task`."""
         place = self._place
         if place.store is not None:
             self.doing = "talking to rank 0"
-            self._talk = Conference(place.store, self._token, place.here, place.patience_s, moved)
-        return self._lead(blocks) if place.here.is_main else self._follow(blocks)
+            self._talk = Conference(
+                place.store, self._token, place.here, place.patience_s, progress.moved
+            )
+        if place.here.is_main:
+            return self._lead(blocks, progress)
+        return self._follow(blocks, progress)
 
-    def _lead(self, blocks: Iterator[Written]) -> int:
+    def _lead(self, blocks: Iterator[Written], progress: Progress) -> int:
         place, talk = self._place, self._talk
         attempt = Attempt(place.storage, place.root, self.ticket.step, place.durable, self._token)
         others = range(1, place.here.size) if talk is not None else ()
@@ -178,6 +182,7 @@ class Save:
             if talk is not None:
                 talk.tell("begun", {})
             reports = [self._write(attempt.path, blocks)]
+            progress.persisted()
             with during("commit", "other ranks"):
                 for rank in others:
                     assert talk is not None
@@ -186,7 +191,7 @@ class Save:
                 data = self._serialised(reports)
             self.doing = f"committing in {place.root}"
             with during("commit", "commit"):
-                path = attempt.commit(data)
+                path = attempt.commit(data, progress.decide)
             linked = {name for report in reports for name in report["linked"]}
             files = {name: file for report in reports for name, file in report["files"].items()}
             size = len(data) + sum(
@@ -225,7 +230,7 @@ class Save:
                 log.warning("step %d: %s", self.ticket.step, error)
         self._talk.forget()
 
-    def _follow(self, blocks: Iterator[Written]) -> int:
+    def _follow(self, blocks: Iterator[Written], progress: Progress) -> int:
         place, talk = self._place, self._talk
         assert talk is not None
         directory = Attempt(
@@ -235,8 +240,10 @@ class Save:
         try:
             self._opened(0, self._hear(talk, ["begun", "done"], 0))
             report = self._write(directory, blocks)
+            progress.persisted()
+            progress.decide()
             talk.tell("report", {**report, "tensors": self._tensors()})
-            size = int(self._opened(0, self._hear(talk, ["done"], 0))["bytes"])
+            size = int(self._opened(0, self._word(talk))["bytes"])
         except Exception as error:
             outcome = talk.look("done", 0)
             if outcome is not None and "error" in outcome:
@@ -263,6 +270,18 @@ class Save:
         self.doing = f"waiting for rank {rank}"
         row: dict[str, Any] = talk.hear(whats, rank)
         return row
+
+    def _word(self, talk: Conference) -> dict[str, Any]:
+        """Rank 0's last word, after which the save is committed or has failed on every rank."""
+        try:
+            return self._hear(talk, ["done"], 0)
+        except EkeError as error:
+            raise EkeError(
+                error.what,
+                value=error.value,
+                rule="whether it has become a checkpoint only rank 0 can say",
+                fix=error.fix,
+            ) from error
 
     def _opened(self, rank: int, row: dict[str, Any]) -> dict[str, Any]:
         """What a rank said, or its error."""
@@ -317,7 +336,6 @@ class Save:
             for writer in writers.values():
                 writer.close()
         report["aliases"] = self._aliases
-        self.ticket.reach("persisted")
         return report
 
     def _write_objects(self, directory: Path, report: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 State = Literal["capturing", "captured", "persisted", "committed", "failed"]
 """`capturing`: live tensors are still being copied. `captured`: they may all change. `persisted`:
 this rank's files are written (and durable, unless asked otherwise). `committed`: it is a
-checkpoint. `failed`: it never will be."""
+checkpoint. `failed`: it never will be; on a rank that has lost rank 0, as far as it knows."""
 
 _ORDER = get_args(State)
 
@@ -44,7 +44,8 @@ class Ticket:
         path: the checkpoint's directory, whether or not it comes to be.
         bytes_written: what all ranks wrote, once committed: the length of all files but those that
             were linked because they had not changed.
-        error: what it failed with.
+        error: what it failed with; or, before it is final, why nobody knows yet whether it will:
+            the disk does not answer.
         serial: which `save` of its checkpointer it is, from 1; alike on all ranks.
         heard: whether its failure was reported on this rank, or will have been by another's word.
         seconds: when each state was reached, in seconds since `save` was called.
@@ -103,7 +104,8 @@ class Ticket:
 
         Raises:
             InputError: `state` is none of the three, or `timeout` is no duration.
-            SaveError: the save failed.
+            SaveError: the save failed; or the disk has not answered for so long that nobody knows
+                whether it will.
             EkeError: `timeout` was not enough; the save goes on.
         """
         if state not in ("captured", "persisted", "committed"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,24 @@ from eke.errors import EkeError
 
 Array = npt.NDArray[np.uint8]
 Written = tuple[Spot, memoryview] | tuple[Link, None]
+
+
+class Progress(Protocol):
+    """How a task that runs says how far it is, and hears whether to go on."""
+
+    def moved(self) -> None:
+        """It waits for something that has a bound of its own."""
+        ...
+
+    def persisted(self) -> None:
+        """This rank's files are written. Raises what the save has failed with meanwhile."""
+        ...
+
+    def decide(self) -> None:
+        """What it does next makes it a checkpoint, and cannot be undone: from now on the save fails
+        only with what `run` raises. Raises what it has failed with meanwhile: it is to go no
+        further then."""
+        ...
 
 
 class Task(Protocol):
@@ -48,8 +66,8 @@ class Task(Protocol):
         """Whether a lane is the same as in the newest checkpoint."""
         ...
 
-    def run(self, blocks: Iterator[Written], moved: Callable[[], None]) -> int:
-        """Write all blocks and commit; returns the bytes written. Calls `moved` when it waits."""
+    def run(self, blocks: Iterator[Written], progress: Progress) -> int:
+        """Write all blocks and commit; returns the bytes written."""
         ...
 
     def tidy(self) -> None:
