@@ -232,6 +232,19 @@ def test_a_disk_that_hangs_is_given_up_within_bounds(tmp_path, gate):
     ck.close()
 
 
+def test_a_save_that_finds_no_room_tells_of_a_failure_once(tmp_path, gate):
+    ck, _, _ = make(tmp_path, storage=gate, patience=0.5)
+    ck.save(1)
+    ck.save(2)
+    with pytest.raises(SaveError, match="step 1 has made no progress"):
+        ck.save(3)
+    with pytest.raises(SaveError, match="step 2 has made no progress"):
+        ck.barrier()
+    ck.barrier()
+    gate.open_.set()
+    ck.close()
+
+
 def test_the_time_that_a_process_is_stopped_does_not_count(tmp_path, gate):
     ck, _, _ = make(tmp_path, storage=gate, patience=2.0)
     ticket = ck.save(1)

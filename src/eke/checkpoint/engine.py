@@ -90,9 +90,12 @@ class Engine:
                 not task.flow.all_captured for task in self._tasks if not task.ticket.final
             ):
                 self._desk.pause()
-                failed = next((t.ticket.error for t in self._tasks if t.ticket.error), None)
-                if failed is not None and self._desk.patience.over:
-                    raise failed
+                failed = [task.ticket for task in self._tasks if task.ticket.error is not None]
+                if failed and self._desk.patience.over:
+                    ticket = next((one for one in failed if not one.heard), failed[0])
+                    self._desk.forget(ticket)
+                    assert ticket.error is not None
+                    raise ticket.error
 
     def submit(self, task: Task) -> None:
         """Start a save; returns when what cannot wait is captured."""
