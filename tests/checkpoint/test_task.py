@@ -18,6 +18,7 @@ from eke.checkpoint.manifest import check, serialise
 from eke.checkpoint.opening import open_manifest
 from eke.checkpoint.owner import me, new_token
 from eke.checkpoint.previous import Previous
+from eke.checkpoint.source import storage_of
 from eke.checkpoint.task import Place, Save, save_error
 from eke.checkpoint.ticket import Ticket
 from eke.checkpoint.write import lanes_of
@@ -212,6 +213,65 @@ def test_later_manifests_are_like_the_first(tmp_path, new_run, monkeypatch):
     assert rows[0] == rows[1] == rows[2]
     assert rows[3].keys() - rows[2].keys() == {"more/größer"}
     assert checked == [0, 3]
+
+
+def alone(root, names=("state", "frozen")):
+    """A save of step 5 by one rank, with a file of several blocks for each group."""
+    root.mkdir()
+    held = [Held(f"model/{name}", torch.randn(300, 70), name, "segment") for name in names]
+    captured, storage = Captured(held, [], {}, {}, {}), Storage()
+    place = Place(storage, root, False, Keep(), World(0, 1), None, 30.0, Previous(root, storage))
+    ticket = Ticket(5, root / "step-000000005")
+    lanes = lanes_of(captured, World(0, 1), BLOCK_BYTES)
+    ticket.reach("captured")
+    return Save(place, ticket, captured, lanes, new_token(me()), frozenset()), held
+
+
+def test_every_file_is_let_go_also_if_one_cannot_be_closed(tmp_path, monkeypatch):
+    save, held = alone(tmp_path / "ck")
+    closed = []
+
+    def close(writer):
+        closed.append(writer)
+        whole(writer)
+        raise OSError(errno.EIO, "gone")
+
+    whole = task.LaneWriter.close
+    monkeypatch.setattr(task.LaneWriter, "close", close)
+
+    def blocks():
+        for lane in range(len(held)):
+            slot = np.empty(BLOCK_BYTES, np.uint8)
+            save.fill(Spot(lane, 0), slot)
+            yield Spot(lane, 0), slot.data
+        raise EkeError("given up")
+
+    with pytest.raises(OSError, match="gone"):
+        save.run(blocks(), Progress(save.ticket, False))
+    assert len(set(closed)) == len(held) == 2
+
+
+def test_a_save_may_be_released_while_a_step_asks_what_it_needs(tmp_path):
+    made, held = alone(tmp_path / "ck")
+
+    class Released(Save):
+        """The writer lets it go between any two looks at it."""
+
+        @property
+        def _last(self):
+            found, self.found = self.found, None
+            return found
+
+        @_last.setter
+        def _last(self, value):
+            self.found = value
+
+    storages = {storage_of(held[0].tensor)}
+    wanted = made.wanted(storages)
+    assert len(wanted) == 1
+    made.__class__ = Released
+    made.found = [lane.last_blocks() for lane in made._lanes]
+    assert made.wanted(storages) == wanted
 
 
 def replace_hashes(entry):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,11 @@ class Save:
         """See `work.Task`."""
         if storages is None:
             return {i: len(lane.blocks) for i, lane in enumerate(self._lanes)}
-        if self._last is None:
-            self._last = [lane.last_blocks() for lane in self._lanes]
+        lasts = self._last  # read once: the writer may release all of it meanwhile
+        if lasts is None:
+            lasts = self._last = [lane.last_blocks() for lane in self._lanes]
         found = {}
-        for index, last in enumerate(self._last):
+        for index, last in enumerate(lasts):
             blocks = max((last[one] for one in storages if one in last), default=0)
             if blocks:
                 found[index] = blocks
@@ -333,8 +335,9 @@ class Save:
             error.filename = str(path)
             raise
         finally:
-            for writer in writers.values():
-                writer.close()
+            with ExitStack() as all_of_them:  # also when one cannot be closed
+                for writer in writers.values():
+                    all_of_them.callback(writer.close)
         report["aliases"] = self._aliases
         return report
 
