@@ -1,10 +1,14 @@
 import os
+import signal
+import threading
 
+import pytest
 import torch
 from torch import nn
 
 import eke.checkpoint.checkpointer
 from eke.checkpoint import Checkpointer, load_tensors, steps
+from eke.checkpoint.engine import _finish
 from eke.errors import InputError
 
 
@@ -88,3 +92,50 @@ def test_a_forked_child_is_told_and_can_train(tmp_path):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         saver.save(3)
     assert steps(tmp_path / "ck") == [1, 3]
+
+
+def test_what_would_wait_in_a_forked_child_is_refused_whoever_holds_the_lock(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = Checkpointer(tmp_path / "ck", pool="1MiB")
+    saver.attach(model=model, optimizer=optimizer)
+    ticket = saver.save(1)
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold():
+        with saver._engine._desk.turn:
+            held.set()
+            let_go.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(30)
+    calls = {
+        "barrier": saver.barrier,
+        "Ticket.wait": ticket.wait,
+        "attach": lambda: saver.attach(rng=True),
+        "protect": lambda: saver.protect([1]),
+        "wait": saver.wait,
+        "the engine's": lambda: saver._engine.barrier(lambda: None),
+    }
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            optimizer.step()
+            for name, call in calls.items():
+                print(name)
+                with pytest.raises(InputError, match="belongs to another process"):
+                    call()
+            saver.close()
+            saver._finalizer()  # as if it was dropped
+            _finish()
+            code = 0
+        finally:
+            os._exit(code)
+    let_go.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    holder.join()
+    assert ticket.wait().state == "committed"
+    saver.close()

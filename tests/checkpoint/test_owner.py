@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from eke.checkpoint.layout import temporaries, temporary_name
 from eke.checkpoint.owner import (
     ABANDONED_AFTER_S,
+    Home,
     Owner,
     me,
     new_token,
@@ -16,6 +17,7 @@ from eke.checkpoint.owner import (
     start_of,
     verdict,
 )
+from eke.errors import InputError
 
 OWNERS = st.builds(
     Owner,
@@ -70,3 +72,16 @@ def test_real_processes():
     assert verdict(owner, me(), 0.0) == "dead"  # a zombie writes nothing
     child.wait()
     assert verdict(owner, me(), 0.0) == "dead"
+
+
+def test_a_forked_child_is_not_at_home():
+    home = Home()
+    home.require()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            home.require()
+        except InputError:
+            os._exit(0 if not home.here else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

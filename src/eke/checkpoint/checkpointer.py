@@ -117,7 +117,7 @@ class Checkpointer:
         self._providers: dict[str, StateProvider] = {}
         self._model: torch.nn.Module | None = None
         self._protected: frozenset[int] = frozenset()
-        self._closed, self._pid = False, os.getpid()
+        self._closed = False
         self._last: Ticket | None = None
         self._saves = 0
         self._previous = Previous(self.root, self._storage)
@@ -155,6 +155,7 @@ class Checkpointer:
         Raises:
             InputError: a name is taken or unusable, or something has no state to restore.
         """
+        self._engine.home.require()
         named: dict[str, object] = {
             "model": model,
             "optimizer": optimizer,
@@ -275,6 +276,7 @@ class Checkpointer:
             SaveError: a save failed, and nobody has heard of it yet (with one rank; with several,
                 only `save`, `restore` and `close` raise, so that all ranks do at the same place).
         """
+        self._engine.home.require()
         if world().size == 1:
             self._engine.raise_failed()
         if params is None:
@@ -331,6 +333,7 @@ class Checkpointer:
 
         Only rank 0's answer counts. This lasts as long as the checkpointer does.
         """
+        self._engine.home.require()
         self._protected = steps_of(steps)
 
     def restore(
@@ -429,13 +432,7 @@ class Checkpointer:
     def _require_open(self) -> None:
         if self._closed:
             raise InputError("this checkpointer is closed", fix="Make a new one")
-        if os.getpid() != self._pid:
-            raise InputError(
-                "this checkpointer belongs to another process",
-                value=f"made in {self._pid}, used in {os.getpid()}",
-                rule="a forked child has neither its threads nor its pool",
-                fix="Make a new one in this process, with a root of its own",
-            )
+        self._engine.home.require()
 
     def wait(self) -> None:
         """Wait until nothing is in flight and older checkpoints are deleted. Not a collective.
@@ -450,12 +447,13 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for what is in flight, then let everything go; closing twice is harmless.
 
+        In a forked child it does nothing, for the checkpointer is its parent's.
         A process that ends without it finishes what is in flight too, but can only log a failure.
 
         Raises:
             SaveError: a save failed, and nobody has heard of it yet.
         """
-        if self._closed:
+        if self._closed or not self._engine.home.here:
             return
         self._closed = True
         self._engine.close()

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
@@ -33,6 +32,7 @@ from eke.checkpoint.beside import step_aside
 from eke.checkpoint.copying import Copier
 from eke.checkpoint.desk import Desk, Running
 from eke.checkpoint.flow import Flow, Link, Spot
+from eke.checkpoint.owner import Home
 from eke.checkpoint.pool import Pool
 from eke.checkpoint.ticket import State, Ticket, reaches
 from eke.checkpoint.work import Task, Written
@@ -60,7 +60,7 @@ class Engine:
         self._copier = Copier(self._desk)
         self._tasks = self._desk.tasks
         self._threads: list[threading.Thread] = []
-        self._pid = os.getpid()
+        self.home = Home()
         self.stall_s = 0.0
         _engines.add(self)
 
@@ -72,7 +72,7 @@ class Engine:
 
     def prefault(self, nbytes: int) -> None:
         """Ready the pool for a state of this size, in the background."""
-        if os.getpid() != self._pid:
+        if not self.home.here:
             return  # a forked child that trains on saves nothing
         with self._desk.turn:
             self._copier.to_touch = deque(self._ready().untouched(nbytes))
@@ -119,6 +119,7 @@ class Engine:
     def barrier(self, storages: Callable[[], Collection[object] | None]) -> None:
         """Return once these storages (None: all) may change: captured, or, on a device, as soon as
         all copies of them are issued and what this thread asks of it next waits for them."""
+        self.home.require()
         if not self._tasks:
             return
         with self._desk.turn:
@@ -134,6 +135,7 @@ class Engine:
 
     def wait(self, ticket: Ticket, state: State, timeout: float | None = None) -> None:
         """Wait for a save. See `Ticket.wait`."""
+        self.home.require()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._desk.turn:
             while not reaches(ticket.state, state):
@@ -190,7 +192,7 @@ class Engine:
 
     def close(self) -> None:
         """Wait for what is in flight, then end the threads. Failures stay to be raised."""
-        if os.getpid() != self._pid:
+        if not self.home.here:
             return  # a forked child has neither the threads nor the pool
         self.drain()
         self.stop()
@@ -202,6 +204,8 @@ class Engine:
 
     def stop(self) -> None:
         """End the threads once nothing is in flight; does not wait."""
+        if not self.home.here:
+            return
         with self._desk.turn:
             self._desk.stopping = True
             self._desk.turn.notify_all()
@@ -310,7 +314,7 @@ def _all_captured(flow: Flow, wanted: Mapping[int, int]) -> bool:
 @atexit.register
 def _finish() -> None:
     """A process that ends in any way but a kill first commits what it began to save."""
-    for engine in list(_engines):
+    for engine in [one for one in _engines if one.home.here]:
         engine.close()
         for ticket in engine._desk.errors:
             log.error("%s", ticket.error)

@@ -6,7 +6,6 @@ the hook outlives it: it belongs to the engine, whose threads keep it alive unti
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 
@@ -30,12 +29,12 @@ def hook_steps(
         before_step: a bound method; its owner is not kept alive.
         engine: the owner's; kept alive by its threads, not by this.
     """
-    owner, left_behind, process = weakref.WeakMethod(before_step), weakref.ref(engine), os.getpid()
+    owner, left_behind, home = weakref.WeakMethod(before_step), weakref.ref(engine), engine.home
 
     # A compiled step would be traced through the engine, and compiled anew at every save.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if os.getpid() != process:
+        if not home.here:
             return  # a forked child trains on a copy of its own, and has not the engine's threads
         before = owner()
         if before is not None:
@@ -59,5 +58,5 @@ def let_go(engine: Engine, hook: RemovableHandle) -> None:
     over.
     """
     engine.stop()
-    if not engine._tasks:
+    if engine.home.here and not engine._tasks:
         hook.remove()

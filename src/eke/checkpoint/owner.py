@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple
 import psutil
 import xxhash
 
+from eke.errors import InputError
+
 ABANDONED_AFTER_S = 24 * 3600.0
 """An attempt of another machine (or container) that nothing has touched for so long is debris."""
 
@@ -58,6 +60,33 @@ def me() -> Owner:
     host = socket.gethostname() + (str(space.readlink()) if space.is_symlink() else "")
     since = boot.read_text() if boot.exists() else str(int(psutil.boot_time()))
     return Owner(_short(host), _short(since), os.getpid(), start_of(os.getpid()) or 0)
+
+
+class Home:
+    """The process in which something with threads and memory of its own was made: a forked child
+    has the object, and neither."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether that is this process."""
+        return os.getpid() == self._pid
+
+    def require(self) -> None:
+        """Refuse to be used elsewhere, before any lock is taken: whoever held it is not there.
+
+        Raises:
+            InputError: this is another process.
+        """
+        if not self.here:
+            raise InputError(
+                "this checkpointer belongs to another process",
+                value=f"made in {self._pid}, used in {os.getpid()}",
+                rule="a forked child has neither its threads nor its pool",
+                fix="Make a new one in this process, with a root of its own",
+            )
 
 
 def new_token(owner: Owner) -> str:

@@ -103,7 +103,8 @@ class Ticket:
             timeout: how long to wait at most: seconds, or "10m" for example; None without end.
 
         Raises:
-            InputError: `state` is none of the three, or `timeout` is no duration.
+            InputError: `state` is none of the three, `timeout` is no duration, or this is a forked
+                child.
             SaveError: the save failed; or the disk has not answered for so long that nobody knows
                 whether it will.
             EkeError: `timeout` was not enough; the save goes on.
