@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import linecache
 import os
 import random
 import signal
@@ -415,3 +416,41 @@ def new_device(monkeypatch):
     yield make
     for one in made:
         one.gate.set()
+
+
+class Interrupt:
+    """Within it, `KeyboardInterrupt` strikes this thread as it comes to its so-many-th line of some
+    modules. Not at a `with`, where no real one can: a lock is entered and left in one step.
+
+    Attributes:
+        lines: how many lines it has come to; all of them if `at` is None.
+    """
+
+    def __init__(self, at, *modules):
+        self.at, self.lines = at, 0
+        self._files = {module.__file__ for module in modules}
+
+    def _trace(self, frame, event, _):
+        if frame.f_code.co_filename not in self._files:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not line.lstrip().startswith("with "):
+            self.lines += 1
+            if self.lines - 1 == self.at:
+                raise KeyboardInterrupt
+        return self._trace
+
+    def __enter__(self):
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind, *_):
+        sys.settrace(self._before)
+        return kind is not None and issubclass(kind, KeyboardInterrupt)
+
+
+@pytest.fixture
+def interrupt():
+    """Make an `Interrupt`, which it swallows."""
+    return Interrupt

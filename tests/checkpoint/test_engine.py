@@ -1,9 +1,11 @@
 """The engine on the checkpointer: bounded, and heard when something fails."""
 
+import contextlib
 import errno
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from eke.checkpoint import Checkpointer, Keep, SaveError, Storage, verify
+from eke.checkpoint import Checkpointer, Keep, SaveError, Storage, engine, verify
 from eke.errors import EkeError, InputError
 
 
@@ -243,6 +245,34 @@ def test_a_save_that_finds_no_room_tells_of_a_failure_once(tmp_path, gate):
     ck.barrier()
     gate.open_.set()
     ck.close()
+
+
+def test_a_close_that_is_interrupted_can_be_called_again(tmp_path, gate):
+    ck, _, _ = make(tmp_path, storage=gate)
+    ticket = ck.save(1)
+    assert gate.at_write.wait(30)
+    threads = list(ck._engine._threads)
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        ck.close()
+    assert not ticket.final
+    with pytest.raises(InputError, match="is closed"):
+        ck.save(2)
+    gate.open_.set()
+    ck.close()
+    assert ticket.state == "committed"
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_an_engine_whose_first_save_is_interrupted_has_one_of_each_thread(tmp_path, interrupt):
+    for struck in range(0, 80, 2):
+        with make(tmp_path / str(struck))[0] as ck:
+            with interrupt(struck, engine):
+                ck.save(1)
+            with contextlib.suppress(SaveError):
+                ck.wait()
+            ck.save(2).wait()
+            assert sorted(t.name for t in ck._engine._threads) == ["eke-copier", "eke-writer"]
 
 
 def test_the_time_that_a_process_is_stopped_does_not_count(tmp_path, gate):

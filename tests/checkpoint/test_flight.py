@@ -48,7 +48,9 @@ def test_the_one_that_is_there_comes_first_else_the_oldest(flights):
     assert flights.next() is one
     two.issued.there = True
     assert flights.next() is two
+    assert flights.know(two.issued)
     assert flights.land(two) is None
+    assert not flights.know(two.issued)
     assert flights.next() is one
     assert flights.land(one) is None
     assert flights.next() is three

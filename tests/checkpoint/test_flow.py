@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eke.checkpoint import flow as module
 from eke.checkpoint.flow import Check, Flow, Link, More, Spot
 
 LANES = st.lists(st.integers(0, 5), min_size=1, max_size=4)
@@ -253,3 +254,21 @@ def test_a_look_that_is_given_up_is_waited_for_at_the_end():
     assert flow.captured(0, 1)
     with pytest.raises(ValueError, match="not being checked"):
         flow.checked(0, same=True)
+
+
+def test_to_give_up_a_check_can_be_cut_short_and_done_again(interrupt):
+    for struck in range(4):
+        for again in (False, True):
+            flow = Flow([1], check=[0])
+            flow.start_check(0)
+            with interrupt(struck, module):
+                flow.give_up_check(0)
+            if again:
+                flow.give_up_check(0)
+            flow.checked(0, same=False)
+            assert flow.next_copy() == Spot(0, 0)
+            flow.start_copy(Spot(0, 0))
+            flow.copied(Spot(0, 0))
+            flow.start_write(Spot(0, 0))
+            flow.written(Spot(0, 0))
+            assert flow.all_written

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eke.checkpoint import pool as module
 from eke.checkpoint.pool import MAX_SLOT_BYTES, PAGE_BYTES, Pool, slot_size
 from eke.errors import InputError
 
@@ -78,3 +79,25 @@ def test_pinned_once_and_let_go_with_the_pool(new_device):
     del pool
     gc.collect()
     assert device.pinned == []
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_interrupt_loses_no_slot(interrupt, before):
+    """Also if somebody takes one before the owner's are given back."""
+    struck = 0
+    while True:
+        pool, owner = Pool(1 << 20), object()
+        with interrupt(struck, module) as at:
+            for slot in [pool.take(owner), pool.take(owner)]:
+                pool.give_back(slot)
+        others = [pool.take() for _ in range(before)]
+        for slot in pool.owned(owner):
+            pool.give_back(slot)
+        others += [pool.take() for _ in range(pool.slots - before)]
+        assert sorted(others) == list(range(pool.slots))
+        assert pool.take() is None
+        assert pool.free == 0
+        if at.lines <= struck:
+            break
+        struck += 1
+    assert struck > 10

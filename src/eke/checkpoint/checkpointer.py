@@ -117,7 +117,7 @@ class Checkpointer:
         self._providers: dict[str, StateProvider] = {}
         self._model: torch.nn.Module | None = None
         self._protected: frozenset[int] = frozenset()
-        self._closed = False
+        self._closed = self._let_go = False
         self._last: Ticket | None = None
         self._saves = 0
         self._previous = Previous(self.root, self._storage)
@@ -214,7 +214,6 @@ class Checkpointer:
             raise ticket.error from error
         finally:
             self._engine.charge(ticket, time.perf_counter() - started)
-        self._last = ticket
         return ticket
 
     def _save(self, ticket: Ticket) -> None:
@@ -263,6 +262,7 @@ class Checkpointer:
         hear(self._engine, [row["failed"] for row in noted])
         token = noted[0]["token"]
         task = Save(place, ticket, captured, lanes, token, self._protected, rest)
+        self._last = ticket
         self._engine.submit(task)
 
     def barrier(self, params: Iterable[torch.Tensor] | None = None) -> None:
@@ -453,15 +453,16 @@ class Checkpointer:
         Raises:
             SaveError: a save failed, and nobody has heard of it yet.
         """
-        if self._closed or not self._engine.home.here:
+        if self._let_go or not self._engine.home.here:
             return
-        self._closed = True
+        self._closed = True  # what follows can be interrupted, and is then done by the next call
         self._engine.close()
         self._hook.remove()  # not before: another thread may train on meanwhile
         self._finalizer.detach()
         self._providers.clear()
         self._roster = Roster()
         self._model = None
+        self._let_go = True
         self._engine.raise_failed()
 
     def __enter__(self) -> Checkpointer:

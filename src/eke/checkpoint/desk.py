@@ -1,19 +1,19 @@
 """What the engine's threads, and whoever waits for them, share: the saves in flight, the memory
 that they go through, the failures that nobody has heard of, and the clock of progress.
 
-All of it is used under one lock, `turn`, which is also where to sleep until something happens.
+All of it is used under one lock, `turn.lock`; `turn` is where to sleep until something happens.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 
 from eke.checkpoint.flow import Spot
 from eke.checkpoint.patience import Patience
 from eke.checkpoint.pool import Pool
 from eke.checkpoint.ticket import Ticket
+from eke.checkpoint.turn import Turn
 from eke.checkpoint.work import Task
 from eke.errors import EkeError
 
@@ -43,7 +43,7 @@ class Desk:
 
     def __init__(self, patience_s: float, *, warn: bool = False) -> None:
         self.patience, self._warn = Patience(patience_s), warn
-        self.turn = threading.Condition()
+        self.turn = Turn()
         self.tasks: deque[Task] = deque()
         self.pool: Pool | None = None
         self.held: dict[tuple[int, Spot], int] = {}
@@ -122,19 +122,19 @@ class Running:
 
     def moved(self) -> None:
         """See `work.Progress`."""
-        with self._desk.turn:
+        with self._desk.turn.lock:
             self._desk.patience.moved()
 
     def persisted(self) -> None:
         """See `work.Progress`."""
-        with self._desk.turn:
+        with self._desk.turn.lock:
             self._go_on()
             self._task.ticket.reach("persisted")
             self._desk.turn.notify_all()
 
     def decide(self) -> None:
         """See `work.Progress`."""
-        with self._desk.turn:
+        with self._desk.turn.lock:
             self._go_on()
             self._desk.undecided = self._task
 

@@ -60,6 +60,7 @@ class Engine:
         self._copier = Copier(self._desk)
         self._tasks = self._desk.tasks
         self._threads: list[threading.Thread] = []
+        self._begun: dict[str, threading.Thread] = {}
         self.home = Home()
         self.stall_s = 0.0
         _engines.add(self)
@@ -74,18 +75,19 @@ class Engine:
         """Ready the pool for a state of this size, in the background."""
         if not self.home.here:
             return  # a forked child that trains on saves nothing
-        with self._desk.turn:
+        with self._desk.turn.lock:
             self._copier.to_touch = deque(self._ready().untouched(nbytes))
             self._desk.turn.notify_all()
 
     def slot_bytes(self) -> int:
         """The length of a block."""
-        with self._desk.turn:
+        with self._desk.turn.lock:
             return self._ready().slot_bytes
 
     def wait_for_room(self) -> None:
         """Wait until a save may be submitted: one at most is in flight, and it is captured."""
-        with self._desk.turn:
+        with self._desk.turn.lock:
+            self._copier.abandon()
             while len(self._tasks) >= MAX_IN_FLIGHT or any(
                 not task.flow.all_captured for task in self._tasks if not task.ticket.final
             ):
@@ -99,22 +101,29 @@ class Engine:
 
     def submit(self, task: Task) -> None:
         """Start a save; returns when what cannot wait is captured."""
-        with self._desk.turn:
-            self._ready()
-            self._copier.to_touch.clear()
-            if not self._tasks:
-                self._desk.patience.moved()
-            self._tasks.append(task)
-            self._desk.note_captured(task)
-            for lane, blocks in task.eager.items():
-                task.flow.want(lane, blocks)
         try:
+            with self._desk.turn.lock:
+                self._ready()
+                self._copier.to_touch.clear()
+                if not self._tasks:
+                    self._desk.patience.moved()
+                self._tasks.append(task)
+                self._desk.note_captured(task)
+                for lane, blocks in task.eager.items():
+                    task.flow.want(lane, blocks)
             # The copier sleeps on: one at low priority, with a block that this thread waits for or
             # with the interpreter's lock, would hold it up.
             self._copier.help(task, lambda flow: _all_captured(flow, task.eager))
-        finally:
-            with self._desk.turn:
+            with self._desk.turn.lock:
                 self._desk.turn.notify_all()
+        except BaseException as error:
+            # What is captured before `save` returns is not, and will have changed.
+            with self._desk.turn.lock:
+                self._copier.abandon(error)
+                task.ticket.heard = task not in self._tasks  # else it is told when it is over
+                self._desk.fail(task, error)
+                self._desk.turn.notify_all()
+            raise
 
     def barrier(self, storages: Callable[[], Collection[object] | None]) -> None:
         """Return once these storages (None: all) may change: captured, or, on a device, as soon as
@@ -122,22 +131,29 @@ class Engine:
         self.home.require()
         if not self._tasks:
             return
-        with self._desk.turn:
+        with self._desk.turn.lock:
             tasks = [t for t in self._tasks if not t.ticket.final and not t.flow.all_captured]
         if not tasks:
             return
         began = time.perf_counter()
         chosen = storages()
-        for task in tasks:
-            self._copier.help(task, lambda flow: flow.grown)
-            self._until_safe(task, task.wanted(chosen))
+        try:
+            for task in tasks:
+                self._copier.help(task, lambda flow: flow.grown)
+                self._until_safe(task, task.wanted(chosen))
+        except BaseException as error:
+            with self._desk.turn.lock:
+                self._copier.abandon(error)
+                self._desk.turn.notify_all()
+            raise
         self.charge(tasks[0].ticket, time.perf_counter() - began)
 
     def wait(self, ticket: Ticket, state: State, timeout: float | None = None) -> None:
         """Wait for a save. See `Ticket.wait`."""
         self.home.require()
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._desk.turn:
+        with self._desk.turn.lock:
+            self._copier.abandon()
             while not reaches(ticket.state, state):
                 if ticket.error is not None:
                     self._desk.forget(ticket)
@@ -156,7 +172,8 @@ class Engine:
 
         Returns the save whose writer is inside a call that does not return, if there is one.
         """
-        with self._desk.turn:
+        with self._desk.turn.lock:
+            self._copier.abandon()
             while self._tasks:
                 ticket = self._tasks[0].ticket
                 if self._desk.patience.over and (ticket.final or ticket.error is not None):
@@ -166,7 +183,7 @@ class Engine:
 
     def raise_failed(self) -> None:
         """Raise the oldest failure that nobody has heard of yet."""
-        with self._desk.turn:
+        with self._desk.turn.lock:
             if self._desk.errors:
                 ticket = self._desk.errors[0]
                 self._desk.forget(ticket)
@@ -175,7 +192,7 @@ class Engine:
 
     def unheard(self) -> Ticket | None:
         """The oldest failed save that nobody has heard of yet; it stays so."""
-        with self._desk.turn:
+        with self._desk.turn.lock:
             return self._desk.errors[0] if self._desk.errors else None
 
     def heard(self, serial: int) -> Ticket | None:
@@ -183,7 +200,7 @@ class Engine:
 
         Returns this rank's ticket of it, if the save is in flight or has failed unheard.
         """
-        with self._desk.turn:
+        with self._desk.turn.lock:
             for ticket in (*self._desk.errors, *(task.ticket for task in self._tasks)):
                 if ticket.serial == serial:
                     self._desk.forget(ticket)
@@ -196,17 +213,18 @@ class Engine:
             return  # a forked child has neither the threads nor the pool
         self.drain()
         self.stop()
-        for thread in self._threads:
+        for thread in (*self._begun.values(), *self._threads):
             thread.join(timeout=0 if self._tasks else self._desk.patience.most_s)
         if not self._tasks and not self._copier.flights:
             self._threads.clear()
+            self._begun.clear()
             self._desk.pool = None
 
     def stop(self) -> None:
         """End the threads once nothing is in flight; does not wait."""
         if not self.home.here:
             return
-        with self._desk.turn:
+        with self._desk.turn.lock:
             self._desk.stopping = True
             self._desk.turn.notify_all()
 
@@ -221,14 +239,14 @@ class Engine:
     def _until_safe(self, task: Task, wanted: Mapping[int, int]) -> None:
         """Wait until the first blocks of some lanes are issued, and copy meanwhile; then make what
         training asks of a device wait for those that are still under way."""
-        with self._desk.turn:
+        with self._desk.turn.lock:
             for lane, blocks in wanted.items() if not task.ticket.final else ():
                 task.flow.want(lane, blocks)
                 if task.device(lane) is not None:
                     task.flow.give_up_check(lane)  # training would wait for the device
             self._desk.turn.notify_all()
         self._copier.help(task, lambda flow: all(flow.issued(*one) for one in wanted.items()))
-        with self._desk.turn:
+        with self._desk.turn.lock:
             error = None if task.ticket.final else self._copier.flights.hold(task, wanted)
             if error is not None:
                 self._desk.fail(task, error)
@@ -240,7 +258,7 @@ class Engine:
         one is asked for."""
         assert self._desk.pool is not None
         while True:
-            with self._desk.turn:
+            with self._desk.turn.lock:
                 while True:
                     if task.ticket.error is not None:
                         raise task.ticket.error
@@ -255,7 +273,7 @@ class Engine:
                 yield what, None
             else:
                 yield what, self._desk.pool.array(self._desk.held[id(task), what]).data
-            with self._desk.turn:
+            with self._desk.turn.lock:
                 self._desk.patience.moved()
                 if isinstance(what, Spot):
                     self._desk.pool.give_back(self._desk.held.pop((id(task), what)))
@@ -265,7 +283,7 @@ class Engine:
     def _write_loop(self) -> None:
         step_aside()
         while True:
-            with self._desk.turn:
+            with self._desk.turn.lock:
                 while not self._tasks:
                     if self._desk.stopping:
                         return
@@ -277,7 +295,7 @@ class Engine:
                 size = task.run(self._blocks(task), Running(self._desk, task))
             except BaseException as caught:  # noqa: BLE001 - raised where the save is waited for
                 error = caught
-            with self._desk.turn:
+            with self._desk.turn.lock:
                 self._desk.end(task, size, error)
                 for key in [key for key in self._desk.held if key[0] == id(task)]:
                     assert self._desk.pool is not None
@@ -288,7 +306,7 @@ class Engine:
                 task.tidy()
             except BaseException as caught:  # noqa: BLE001 - the save's own outcome is settled
                 log.warning("after saving step %d: %s", task.ticket.step, caught)
-            with self._desk.turn:
+            with self._desk.turn.lock:
                 self._desk.patience.moved()
                 self._tasks.popleft()
                 self._desk.turn.notify_all()
@@ -298,12 +316,23 @@ class Engine:
         """The pool and the threads, made when they are first needed."""
         if self._desk.pool is None:
             self._desk.pool = Pool(self._pool_bytes)
-        if not self._threads:
-            for name, loop in (("copier", self._copier.loop), ("writer", self._write_loop)):
-                thread = threading.Thread(target=loop, name=f"eke-{name}", daemon=True)
+        for name, loop in (("copier", self._copier.loop), ("writer", self._write_loop)):
+            if name not in self._begun:
+                thread = threading.Thread(
+                    target=self._live, args=(loop,), name=f"eke-{name}", daemon=True
+                )
                 thread.start()
-                self._threads.append(thread)
+                self._begun[name] = thread
         return self._desk.pool
+
+    def _live(self, loop: Callable[[], None]) -> None:
+        """A thread's life. It may have been begun twice, by somebody who was interrupted."""
+        mine = threading.current_thread()
+        with self._desk.turn.lock:
+            if any(thread.name == mine.name for thread in self._threads):
+                return
+            self._threads.append(mine)
+        loop()
 
 
 def _all_captured(flow: Flow, wanted: Mapping[int, int]) -> bool:

@@ -47,6 +47,10 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flying)
 
+    def know(self, issued: Issued) -> bool:
+        """Whether these copies are one of them."""
+        return any(one.issued is issued for one in self._flying)
+
     def add(self, flight: Flight) -> None:
         """It is issued."""
         self._flying.append(flight)

@@ -155,7 +155,7 @@ class Flow:
         """It is done."""
         one = self._lanes[lane]
         if one.given_up:
-            one.given_up = False
+            one.given_up = one.checking = False
             return
         if not one.checking:
             raise ValueError(f"lane {lane} is not being checked")

@@ -157,10 +157,10 @@ class Lane:
                     source.fill(target, begin, end)
                 if end == self.layout.sizes[tensor]:
                     self._sources.pop(tensor, None)
+            return self._under_way(remote) if remote else None
         except BaseException:
             self._under_way(remote).wait()
             raise
-        return self._under_way(remote) if remote else None
 
     def _under_way(self, remote: Mapping[int, Source]) -> Issued:
         """What was issued for some tensors, by number."""

@@ -7,6 +7,9 @@ memory) is filled again. A forked child does not inherit the mapping: it would c
 page that is written after the fork.
 
 Not thread-safe, but for `pin`: the engine takes and gives back slots under its own lock.
+
+Property: an interrupt at any instant of `take` or `give_back` loses no slot: it is free, or its
+owner's, who finds it by `owned` and may give it back (again).
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class Pool:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self._free = list(range(self.slots))[::-1]
-        self._taken: set[int] = set()
+        self._owners: dict[int, object] = {}
         self._touched: set[int] = set()
         self._pinning = threading.Lock()
         self._pinned: set[Device] = set()
@@ -67,16 +70,24 @@ class Pool:
     @property
     def free(self) -> int:
         """How many slots can be taken now."""
-        return len(self._free)
+        return self.slots - len(self._owners)
 
-    def take(self) -> int | None:
+    def take(self, owner: object = None) -> int | None:
         """A free slot, the one given back last if there is one; None when all are taken."""
-        if not self._free:
-            return None
-        slot = self._free.pop()
-        self._taken.add(slot)
-        self._touched.add(slot)
-        return slot
+        while self._free:
+            slot = self._free[-1]
+            stale = slot in self._owners  # who took it, or gave it back, was interrupted
+            if not stale:
+                self._touched.add(slot)
+                self._owners[slot] = owner
+            self._free.pop()
+            if not stale:
+                return slot
+        return None
+
+    def owned(self, owner: object) -> list[int]:
+        """The slots that were taken for `owner`, also if it was interrupted before it knew."""
+        return [slot for slot, one in self._owners.items() if one is owner]
 
     def give_back(self, slot: int) -> None:
         """Let a slot be taken again.
@@ -84,10 +95,10 @@ class Pool:
         Raises:
             ValueError: it is not taken.
         """
-        if slot not in self._taken:
+        if slot not in self._owners:
             raise ValueError(f"slot {slot} is not taken")
-        self._taken.remove(slot)
         self._free.append(slot)
+        del self._owners[slot]
 
     def array(self, slot: int) -> npt.NDArray[np.uint8]:
         """The slot's memory."""
