@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -131,3 +132,17 @@ def test_nothing_is_left_of_a_save_that_is_forgotten(store):
             one.tell(what, {})
     everyone[0].forget()
     assert list(store.values) == ["other/who/0"]
+
+
+def test_the_time_that_this_process_is_stopped_is_not_the_other_ranks_silence(store, monkeypatch):
+    first, second = ranks(store, patience_s=0.3)
+    naps, sleep = [], time.sleep
+
+    def nap(seconds):
+        naps.append(seconds)
+        sleep(0.5 if len(naps) == 1 else seconds)  # stopped in the first
+        if len(naps) == 4:
+            second.tell("report", "there")
+
+    monkeypatch.setattr(time, "sleep", nap)
+    assert first.hear(["report"], 1) == "there"
