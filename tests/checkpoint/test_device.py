@@ -1,5 +1,6 @@
 """Capture from a device: against a fake one that delays and reorders, and CUDA's calls."""
 
+import contextlib
 import gc
 import logging
 import time
@@ -285,55 +286,132 @@ def test_who_copies_what():
     ]
 
 
-def test_the_calls_to_cuda(monkeypatch):
-    """What is asked of which stream; the stand-ins refuse calls that torch's own would."""
-    place = torch.device("cuda", 1)
-    compute = mock.create_autospec(torch.cuda.Stream, instance=True)
-    side = mock.create_autospec(torch.cuda.Stream, instance=True)
+PLACE = torch.device("cuda", 1)
+STREAM = torch.cuda.Stream
+
+
+class Current:
+    """What torch keeps for each thread: a current device, the first one in a new thread, and for
+    each device a current stream. Streams are stand-ins; they refuse what torch's own would."""
+
+    def __init__(self):
+        self.device_index, self.made = 0, []
+        self.compute = mock.create_autospec(STREAM, instance=True)
+        self._streams = {}
+
+    @contextlib.contextmanager
+    def device(self, place):
+        before, self.device_index = self.device_index, place.index
+        try:
+            yield
+        finally:
+            self.device_index = before
+
+    def new_stream(self, place):
+        self.made.append((place, mock.create_autospec(STREAM, instance=True)))
+        return self.made[-1][1]
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        place = next(place for place, one in self.made if one is stream)
+        before = self.current_stream(place)
+        with self.device(place):
+            self._streams[place] = stream
+            try:
+                yield
+            finally:
+                self._streams[place] = before
+
+    def current_stream(self, place):
+        return self._streams.get(place, self.compute)
+
+
+@pytest.fixture
+def current(monkeypatch):
+    found = Current()
+    monkeypatch.setattr(torch.cuda, "Stream", found.new_stream)
+    for name in ("current_stream", "device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
+    return found
+
+
+def test_the_calls_to_cuda(monkeypatch, current):
+    """What is asked of which stream, and where."""
     event = mock.create_autospec(torch.cuda.Event, instance=True)
-    made = {
-        "Stream": mock.Mock(return_value=side),
-        "Event": mock.Mock(return_value=event),
-        "current_stream": mock.Mock(return_value=compute),
-        "device": mock.MagicMock(),
-        "stream": mock.MagicMock(),
-    }
-    for name, stand_in in made.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    cuda = Cuda()
-    cuda.begin([CPU, place])
+    new_event = mock.Mock(return_value=event)
+    monkeypatch.setattr(torch.cuda, "Event", new_event)
+    called = []
+
+    def noting(name, answer=None):
+        def call(*_, **__):
+            called.append((name, current.device_index, current.current_stream(PLACE)))
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+    cuda, compute = Cuda(), current.compute
+    cuda.begin([CPU, PLACE])
+    [(made_for, side)] = current.made
+    assert made_for == PLACE
     side.wait_stream.assert_called_once_with(compute)
     compute.wait_stream.assert_not_called()
-    with cuda.issuing(place):
-        made["stream"].assert_called_once_with(side)
-    target, source = mock.Mock(), mock.Mock(device=place)
-    cuda.copy(target, source)
+    target, source = mock.Mock(), mock.Mock(device=PLACE)
+    target.copy_.side_effect = noting("copy")
+    with cuda.issuing(PLACE):
+        cuda.copy(target, source)
+    assert current.current_stream(PLACE) is compute
     target.copy_.assert_called_once_with(source, non_blocking=True)
-    source.record_stream.assert_called_once_with(compute)  # current inside `issuing`: the side
-    point = cuda.event(place)
-    made["Event"].assert_called_once_with(blocking=True)
+    source.record_stream.assert_called_once_with(side)
+    event.record.side_effect = noting("record")
+    point = cuda.event(PLACE)
+    new_event.assert_called_once_with(blocking=True)
     event.record.assert_called_once_with(side)
-    made["Stream"].assert_called_once_with(place)  # one for each device
+    assert len(current.made) == 1  # a stream for each device
     point.hold()
     compute.wait_event.assert_called_once_with(event)
+    event.synchronize.side_effect = noting("synchronize")
     event.synchronize.assert_not_called()
     point.wait()
     event.synchronize.assert_called_once_with()
-    event.query.return_value = False
+    event.query.side_effect = noting("query", False)
     assert not point.done()
-    event.query.side_effect = RuntimeError("CUDA error")
+    event.query.side_effect = noting("query", RuntimeError("CUDA error"))
     assert point.done()
+    assert called == [
+        ("copy", 1, side),
+        ("record", 1, compute),
+        ("synchronize", 1, compute),
+        ("query", 1, compute),
+        ("query", 1, compute),
+    ]
+    assert current.device_index == 0
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog, code):
-    runtime = mock.Mock()
-    runtime.cudaHostRegister.return_value = code
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    forgotten = mock.Mock(side_effect=RuntimeError("CUDA error: out of memory"))
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog, current, code):
+    """And whether it can or not, it is tried on the GPU that is saved, not on the thread's."""
+    runtime, places = mock.Mock(), []
+
+    def on(answer):
+        def call(*_, **__):
+            places.append(current.device_index)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+    runtime.cudaHostRegister.side_effect = on(code)
+    runtime.cudaHostUnregister.side_effect = on(0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: on(runtime)())
+    forgotten = mock.Mock(side_effect=on(RuntimeError("CUDA error: out of memory")))
     monkeypatch.setattr(torch, "zeros", forgotten)
+    cuda = Cuda()
+    cuda.begin([PLACE])
     with caplog.at_level(logging.WARNING, "eke.checkpoint"):
-        undo = Cuda().pin(4096, 8192)
+        undo = cuda.pin(4096, 8192)
     runtime.cudaHostRegister.assert_called_once_with(4096, 8192, 1)
     if code == 0:
         assert caplog.text == ""
@@ -343,6 +421,8 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch, caplog, code
         assert undo is None
         assert "cannot be pinned (CUDA's error 2)" in caplog.text
         assert forgotten.called  # or the thread's next kernel would fail with it
+    assert places == [1, 1, 1]
+    assert current.device_index == 0
 
 
 PLACES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -124,6 +124,10 @@ class Cuda:
         CUDA C++ Programming Guide, "Asynchronous Concurrent Execution": streams, events, and that
         a copy to memory that is not pinned holds up who issues it.
         PyTorch, "CUDA semantics": `record_stream`, and memory that is used in another stream.
+
+    A thread that has chosen no GPU is on the first one, and a call to the runtime there begins to
+    use it: hundreds of megabytes of its memory for every process of the machine. So whoever calls
+    the runtime is on the GPU that the call is about meanwhile, whatever thread that is.
     """
 
     type = "cuda"
@@ -150,20 +154,25 @@ class Cuda:
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None] | None:
         """See `Device`."""
+        with self._lock:
+            place = next(iter(self._sides), None)  # one that saves are of, for it serves them all
         error = "no answer"
         try:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+            with torch.cuda.device(place):
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                code = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+                if code != 0:
+                    error = f"CUDA's error {code}"
+                    _forget_error()
             if code == 0:
                 owner = os.getpid()
 
                 def undo() -> None:
                     if os.getpid() == owner:  # a forked child has no part in it
-                        runtime.cudaHostUnregister(address)
+                        with torch.cuda.device(place):
+                            runtime.cudaHostUnregister(address)
 
                 return undo
-            error = f"CUDA's error {code}"
-            _forget_error()
         except (AssertionError, RuntimeError) as caught:
             error = str(caught)
         log.warning(
@@ -200,12 +209,14 @@ class _CudaEvent:
 
     def done(self) -> bool:
         try:
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self._place):
+                return bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
             return True  # `wait` raises it
 
     def wait(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._place):
+            self._event.synchronize()
 
     def hold(self) -> None:
         torch.cuda.current_stream(self._place).wait_event(self._event)
