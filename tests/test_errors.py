@@ -30,9 +30,15 @@ def test_parts_may_be_left_out_and_full_stops_are_not_doubled(
     assert str(error) == expected + ("" if fix is None else f" {fix}.")
 
 
-def test_false_and_zero_are_values_too() -> None:
+def test_none_false_and_zero_are_values_too() -> None:
+    assert str(EkeError("no path", value=None)) == "no path; got None."
     assert str(EkeError("too few", value=0)) == "too few; got 0."
     assert "got False" in str(EkeError("not a number", value=False))
+
+
+def test_no_value_goes_on_into_an_error_made_of_another() -> None:
+    first = EkeError("the disk is full")
+    assert str(EkeError("saving failed", value=first.value)) == "saving failed."
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,18 @@ escapes is a defect of eke and keeps its traceback.
 
 from __future__ import annotations
 
+from typing import Final
+
+NO_VALUE: Final = object()
+"""There is no offending value; None is one, as any other."""
+
 
 class EkeError(Exception):
     """A failure while running (exit code 1).
 
     Args:
         what: what went wrong, as a sentence without a full stop.
-        value: the offending value, shown as `got ...`; `None` when there is none.
+        value: the offending value, shown as `got ...`; `NO_VALUE` when there is none.
         rule: the rule that it breaks.
         fix: what to do about it, in the imperative.
     """
@@ -21,11 +26,16 @@ class EkeError(Exception):
     exit_code = 1
 
     def __init__(
-        self, what: str, *, value: object = None, rule: str | None = None, fix: str | None = None
+        self,
+        what: str,
+        *,
+        value: object = NO_VALUE,
+        rule: str | None = None,
+        fix: str | None = None,
     ) -> None:
         self.what, self.value, self.rule, self.fix = what, value, rule, fix
         parts = [what]
-        if value is not None:
+        if value is not NO_VALUE:
             parts.append(f"got {value!r}")
         if rule is not None:
             parts.append(rule)

@@ -20,7 +20,7 @@ def test_whole_numbers_of_any_kind_become_pythons(value: Any) -> None:
     [
         ("8", "window is not a whole number; got '8'; it is at least 2"),
         (8.0, "window is not a whole number; got 8.0"),
-        (None, "window is not a whole number; got 'None'"),
+        (None, "window is not a whole number; got None"),
         ([8], "window is not a whole number"),
         (True, "window is not a whole number; got True"),
         (1, "window is too small; got 1; it is at least 2"),

@@ -22,7 +22,7 @@ def whole_number(name: str, value: Any, least: int, most: int | None = MOST) -> 
         number = operator.index(value)
     except TypeError as error:
         raise InputError(
-            f"{name} is not a whole number", value=_shown(value), rule=f"it is at least {least}"
+            f"{name} is not a whole number", value=value, rule=f"it is at least {least}"
         ) from error
     if isinstance(value, bool):
         rule = f"it is a whole number of at least {least}"
@@ -41,7 +41,7 @@ def flag(name: str, value: Any) -> bool:
         InputError: it is none; "no" would pass for true.
     """
     if not isinstance(value, bool):
-        raise InputError(f"{name} is wrong", value=_shown(value), rule="it is True or False")
+        raise InputError(f"{name} is wrong", value=value, rule="it is True or False")
     return value
 
 
@@ -53,9 +53,4 @@ def one_of(what: str, value: Any, names: Sequence[Any]) -> None:
     """
     if not isinstance(value, str | None) or value not in names:
         rule = f"it is one of {', '.join(map(str, names))}"
-        raise InputError(what, value=_shown(value), rule=rule)
-
-
-def _shown(value: Any) -> Any:
-    """The value as an error shows it: there, None stands for no value."""
-    return "None" if value is None else value
+        raise InputError(what, value=value, rule=rule)

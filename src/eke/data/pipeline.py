@@ -117,7 +117,7 @@ class TokenizedDataset(torch.utils.data.Dataset[Item]):
         if tokenizer.eos_token_id is None:
             raise InputError(
                 "the tokenizer has no end-of-sequence token, so no sample could end",
-                value=getattr(tokenizer, "name_or_path", None) or None,
+                value=getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__,
                 fix="Set tokenizer.eos_token",
             )
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
