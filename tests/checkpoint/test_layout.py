@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 
 from eke.checkpoint import latest, steps
 from eke.checkpoint.layout import (
@@ -31,13 +32,18 @@ def test_other_names_are_no_checkpoints(name):
     assert step_of(name) is None
 
 
-@pytest.mark.parametrize("step", [0, 7, 2**53 - 1, np.int64(7)])
+@pytest.mark.parametrize("step", [0, 7, 2**53 - 1, np.int64(7), np.array(7), torch.tensor(7)])
 def test_steps(step):
     assert require_step(step) == step
     assert type(require_step(step)) is int
 
 
-@pytest.mark.parametrize("step", [-1, 2**53, 1.0, True, "3", None, np.float64(1)])
+NO_STEPS = [-1, 2**53, 1.0, True, "3", None, np.float64(1), np.array([1, 2]), np.bool_(True)]
+NO_STEPS += [np.array(True), torch.tensor(1.5), torch.tensor(True), torch.tensor([1, 2])]
+NO_STEPS += [torch.tensor(1, device="meta")]
+
+
+@pytest.mark.parametrize("step", NO_STEPS)
 def test_what_is_no_step(step):
     with pytest.raises(InputError, match="a whole number from 0"):
         require_step(step)
@@ -85,3 +91,11 @@ def test_paths_that_mean_a_checkpoint(saved, tmp_path):
     assert checkpoint_of(moved) == moved
     with pytest.raises(InputError, match="no such directory"):
         checkpoint_of(tmp_path / "absent")
+
+
+def test_a_file_in_the_place_of_a_directory_of_checkpoints(tmp_path):
+    (tmp_path / "file").touch()
+    for root in (tmp_path / "file", tmp_path / "file" / "inside"):
+        for look in (steps, latest, step_dirs, temporaries):
+            with pytest.raises(InputError, match="is not a directory"):
+                look(root)

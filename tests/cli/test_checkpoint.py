@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from eke.checkpoint import Checkpointer, CorruptCheckpoint
 from eke.cli.checkpoint import app
-from eke.errors import InputError
+from eke.errors import EkeError, InputError
 
 
 @pytest.fixture
@@ -76,6 +76,15 @@ def test_ls_of_nothing(tmp_path):
     assert invoke("ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n")
     with pytest.raises(InputError, match="no such directory"):
         invoke("ls", tmp_path / "absent")
+
+
+def test_what_cannot_hold_checkpoints(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(EkeError, match="Too many levels of symbolic links"):
+        invoke("verify", tmp_path / "loop")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="is not a directory"):
+        invoke("verify", tmp_path / "file")
 
 
 def test_inspect(run):

@@ -44,10 +44,19 @@ def require_step(step: object) -> int:
     Raises:
         InputError: it is none.
     """
-    number = index(step) if hasattr(step, "__index__") and not isinstance(step, bool) else -1
+    number = -1
+    # A truth value of numpy's or torch's may pass for a number too.
+    if not isinstance(step, bool) and not str(getattr(step, "dtype", "")).endswith("bool"):
+        try:
+            number = index(step)  # type: ignore[arg-type]
+        except (TypeError, RuntimeError):
+            number = -1
     if not 0 <= number < MAX_STEP:
         raise InputError(
-            "a checkpoint's step is wrong", value=step, rule="a whole number from 0 to 2**53 - 1"
+            "a checkpoint's step is wrong",
+            value=step,
+            rule="a whole number from 0 to 2**53 - 1",
+            fix="Give the number of steps that are done",
         )
     return number
 
@@ -70,24 +79,42 @@ def step_of(name: str) -> int | None:
     return int(match[1])
 
 
+def _inside(root: Path) -> list[Path]:
+    """What is in a directory of checkpoints; nothing, where it is not there yet."""
+    try:
+        return sorted(root.iterdir())
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError as error:
+        raise InputError(
+            "what is to hold checkpoints is not a directory, or lies in none",
+            value=str(root),
+            fix="Name a run or its checkpoints directory; a file that took its place must go",
+        ) from error
+
+
 def step_dirs(root: Path) -> dict[int, Path]:
-    """Every directory with a checkpoint's name, whatever is in it, oldest first."""
-    if not root.is_dir():
-        return {}
+    """Every directory with a checkpoint's name, whatever is in it, oldest first.
+
+    Raises:
+        InputError: something else than a directory is there.
+    """
     found = {
         step: path
-        for path in root.iterdir()
+        for path in _inside(root)
         if (step := step_of(path.name)) is not None and path.is_dir() and not path.is_symlink()
     }
     return dict(sorted(found.items()))
 
 
 def temporaries(root: Path) -> list[Temporary]:
-    """Every attempt and every unfinished deletion."""
-    if not root.is_dir():
-        return []
+    """Every attempt and every unfinished deletion.
+
+    Raises:
+        InputError: something else than a directory is there.
+    """
     found = []
-    for path in sorted(root.iterdir()):
+    for path in _inside(root):
         match = _TEMPORARY.fullmatch(path.name)
         if match is not None and path.is_dir() and not path.is_symlink():
             found.append(Temporary(path, match[1], int(match[2]), match[3]))
@@ -104,12 +131,20 @@ def is_committed(path: Path, storage: Storage | None = None) -> bool:
 
 
 def steps(root: str | Path) -> list[int]:
-    """The committed steps under a directory of checkpoints, oldest first."""
+    """The committed steps under a directory of checkpoints, oldest first.
+
+    Raises:
+        InputError: it is not a directory.
+    """
     return [step for step, path in step_dirs(Path(root)).items() if is_committed(path)]
 
 
 def latest(root: str | Path) -> int | None:
-    """The newest committed step, or None."""
+    """The newest committed step, or None.
+
+    Raises:
+        InputError: what is to hold them is not a directory.
+    """
     for step, path in reversed(step_dirs(Path(root)).items()):
         if is_committed(path):
             return step

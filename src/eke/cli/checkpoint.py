@@ -143,10 +143,12 @@ def verify_steps(path: PathArgument, as_json: JsonOption = False) -> None:
     Exit codes: 0 sound, 1 corrupt, 4 incomplete, 5 foreign.
     """
     from eke.checkpoint import verify
-    from eke.checkpoint.errors import worst
+    from eke.checkpoint.errors import reading, worst
     from eke.checkpoint.layout import root_of, step_dirs
 
-    reports = [verify(one) for one in step_dirs(root_of(path)).values()] or [verify(path)]
+    with reading(path):
+        found = step_dirs(root_of(path)).values()
+    reports = [verify(one) for one in found] or [verify(path)]
     problems = [problem for report in reports for problem in report.problems]
     if as_json:
         typer.echo(json.dumps([report.to_json() for report in reports], indent=2))
