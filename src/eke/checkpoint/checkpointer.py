@@ -23,7 +23,17 @@ import torch
 
 from eke.budget.units import parse_bytes, parse_duration
 from eke.checkpoint import layout
-from eke.checkpoint.arguments import chosen, extras_of, root_of, steps_of, tensors_in
+from eke.checkpoint.arguments import (
+    check_choice,
+    check_parts,
+    check_switches,
+    chosen,
+    extras_of,
+    root_given,
+    steps_of,
+    storage_given,
+    tensors_in,
+)
 from eke.checkpoint.capture import Captured, capture, tensors_of
 from eke.checkpoint.commit import delete
 from eke.checkpoint.engine import Engine
@@ -89,31 +99,29 @@ class Checkpointer:
         patience: float | str = "10m",
         storage: Storage | None = None,
     ) -> None:
-        if durability not in get_args(Durability):
-            raise InputError(
-                "the checkpoints' durability is wrong",
-                value=durability,
-                rule='it is "fsync" or "none"',
-            )
-        if on_error not in get_args(OnError):
-            raise InputError(
-                "what to do about a failed save is wrong",
-                value=on_error,
-                rule='it is "raise" or "warn"',
-            )
+        check_choice("the checkpoints' durability", "durability", durability, get_args(Durability))
+        check_choice("what to do about a failed save", "on_error", on_error, get_args(OnError))
         pool_bytes = parse_bytes(pool, "the checkpoints' pool")
         slot_size(pool_bytes)
         self._patience_s = parse_duration(patience, "the checkpoints' patience")
         if not self._patience_s > 0:
-            raise InputError("the checkpoints' patience is wrong", value=patience, rule="above 0")
-        self.root = root_of(root)
+            raise InputError(
+                "the checkpoints' patience is wrong",
+                value=patience,
+                rule="above 0",
+                fix='Write patience="10m"',
+            )
+        self.root = root_given(root)
         if keep is not None and not isinstance(keep, Keep):
             raise InputError(
-                "what to keep is wrong", value=keep, rule="it is a Keep, such as eke.Keep(last=3)"
+                "what to keep is wrong",
+                value=keep,
+                rule="it is a Keep",
+                fix="Write keep=eke.Keep(last=3), for example",
             )
         self.keep = keep or Keep()
         self._durable = durability == "fsync"
-        self._storage = storage or Storage()
+        self._storage = storage_given(storage)
         self._providers: dict[str, StateProvider] = {}
         self._model: torch.nn.Module | None = None
         self._protected: frozenset[int] = frozenset()
@@ -163,11 +171,16 @@ class Checkpointer:
             "loader": loader,
             "rng": RngProvider() if rng else None,
         }
+        check_switches(rng=rng)
+        check_parts(named)
         given = {name: value for name, value in named.items() if value is not None}
         given |= extras_of(extra, named)
         taken = sorted(given.keys() & self._providers.keys())
         if taken:
-            raise InputError(f"{taken[0]!r} is attached already")
+            raise InputError(
+                f"{taken[0]!r} is attached already",
+                fix="Attach it once, or the other one under extra= by a name of its own",
+            )
         module = model if isinstance(model, torch.nn.Module) else self._model
         providers = {
             name: OptimizerProvider(value, module)
@@ -379,6 +392,7 @@ class Checkpointer:
         self._require_open()
         step = None if step is None else layout.require_step(step)
         wanted = chosen(only, self._providers)
+        check_switches(strict=strict, fallback=fallback, cast=cast, check_first=check_first)
         # Which step is the newest, or whether there is that one, nobody knows then.
         self._settle("restoring", lambda stuck: not stuck.final and step in (None, stuck.step))
         return restore(

@@ -167,7 +167,11 @@ def collect(root: str | Path, keep: Keep | None = None) -> list[Path]:
     """
     storage, root = Storage(), root_of(root)
     if not root.is_dir():
-        raise InputError("there is no such directory", value=str(root))
+        raise InputError(
+            "there is no such directory",
+            value=str(root),
+            fix="Name a run or its checkpoints directory",
+        )
     if step_of(root.absolute().name) is not None:
         raise InputError(
             "this is the directory of one step",

@@ -38,7 +38,11 @@ def overview(path: str | Path) -> list[dict[str, Any]]:
     """
     root = root_of(path)
     if not root.is_dir():
-        raise InputError("there is no such directory", value=str(path))
+        raise InputError(
+            "there is no such directory",
+            value=str(path),
+            fix="Name a run or its checkpoints directory",
+        )
     with reading(root):
         return [row for row in _rows(root) if row is not None]
 

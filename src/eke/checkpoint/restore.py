@@ -121,7 +121,9 @@ def _candidates(root: Path, step: int | None) -> list[int]:
     if step not in there:
         shown = ", ".join(map(str, there)) or "no steps"
         raise InputError(
-            f"there is no checkpoint of step {step} in {root}", rule=f"it holds {shown}"
+            f"there is no checkpoint of step {step} in {root}",
+            rule=f"it holds {shown}",
+            fix="Name one of these, or none for the newest",
         )
     return [step]
 

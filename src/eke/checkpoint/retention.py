@@ -36,6 +36,7 @@ class Keep:
                 "the number of checkpoints to keep is wrong",
                 value=self.last,
                 rule="`last` is a whole number of at least 1",
+                fix="Write Keep(last=3), for example",
             )
         _ = self.every_steps
 
@@ -53,6 +54,7 @@ class Keep:
                 "the interval of checkpoints to keep is wrong",
                 value=self.every,
                 rule="`every` is None, a whole number of at least 1, or text such as '1000 steps'",
+                fix="Write Keep(every=1000), for example",
             )
         return every
 

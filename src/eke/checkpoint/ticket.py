@@ -114,6 +114,7 @@ class Ticket:
                 "a save cannot be waited for in this state",
                 value=state,
                 rule='it is "captured", "persisted" or "committed"',
+                fix='Write wait("committed"), or wait()',
             )
         most_s = None if timeout is None else parse_duration(timeout, "how long to wait")
         if self._engine is not None:
