@@ -1,11 +1,15 @@
+import errno
 import gc
 import mmap
+import os
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eke import Checkpointer
 from eke.checkpoint import pool as module
 from eke.checkpoint.pool import MAX_SLOT_BYTES, PAGE_BYTES, Pool, slot_size
 from eke.errors import InputError
@@ -23,6 +27,34 @@ def test_slots_are_whole_pages_and_at_least_two(pool_bytes):
 def test_too_small(size):
     with pytest.raises(InputError, match="too small"):
         Pool(size)
+
+
+@pytest.mark.parametrize("size", ["7000TiB", "9e6 PiB"])
+def test_more_than_there_can_be(size, tmp_path):
+    """More than a process can address, and than a system call's number holds."""
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(tmp_path, pool=size) as saver:
+        saver.attach(model=model)
+        with pytest.raises(
+            InputError, match=r"the checkpoints' pool cannot be had .*; got '.* TiB'"
+        ):
+            saver.save(1)
+
+
+def test_a_kernel_without_huge_pages(monkeypatch):
+    class Memory(mmap.mmap):
+        def madvise(self, option, *more):
+            asked.append(option)
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return super().madvise(option, *more)
+
+    asked = []
+    monkeypatch.setattr("eke.checkpoint.pool.mmap.mmap", Memory)
+    pool = Pool(64 << 20)
+    assert asked == [mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE]
+    pool.prefault(0)
+    assert pool.take() == 0
 
 
 @given(st.lists(st.integers(0, 20)))

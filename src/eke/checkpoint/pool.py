@@ -17,14 +17,17 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 
+from eke.budget.units import format_bytes
 from eke.checkpoint.device import Device
 from eke.errors import InputError
 
 PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
 MAX_SLOT_BYTES = 8 << 20
 LEAST_SLOTS = 2
 
@@ -51,15 +54,28 @@ class Pool:
     Attributes:
         slot_bytes: the length of one slot.
         slots: how many there are.
+
+    Raises:
+        InputError: it is too small, or more than the system gives.
     """
 
     def __init__(self, pool_bytes: int) -> None:
         self.slot_bytes = slot_size(pool_bytes)
         self.slots = pool_bytes // self.slot_bytes
-        memory = mmap.mmap(-1, self.slots * self.slot_bytes, flags=mmap.MAP_PRIVATE)
-        memory.madvise(mmap.MADV_DONTFORK)
-        if self.slot_bytes >= 2 << 20:
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            memory = mmap.mmap(-1, self.slots * self.slot_bytes, flags=mmap.MAP_PRIVATE)
+            memory.madvise(mmap.MADV_DONTFORK)
+        except (OSError, OverflowError) as error:
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise InputError(
+                f"the checkpoints' pool cannot be had from the system: {why}",
+                value=format_bytes(pool_bytes),
+                rule="it is memory of this machine",
+                fix='Name a smaller one, such as pool="512MiB"; a state may be many times as large',
+            ) from error
+        if self.slot_bytes >= HUGE_PAGE_BYTES:
+            with suppress(OSError):  # it is a hint, which some kernels do not know
+                memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self._free = list(range(self.slots))[::-1]
         self._owners: dict[int, object] = {}
