@@ -321,8 +321,19 @@ def test_misuse(tmp_path, new_run):
         ck.restore(only=["other"])
     ck.close()
     ck.close()
-    with pytest.raises(InputError, match="closed"):
-        ck.save(1).wait()
+    late = {
+        "save": lambda: ck.save(1),
+        "restore": ck.restore,
+        "attach": lambda: ck.attach(extra={"late": {}}),
+        "barrier": ck.barrier,
+        "protect": lambda: ck.protect([1]),
+        "discard_after": lambda: ck.discard_after(1),
+        "wait": ck.wait,
+        "with": ck.__enter__,
+    }
+    for name, call in late.items():
+        with pytest.raises(InputError, match="this checkpointer is closed"):
+            pytest.fail(f"{name} returned {call()}")
 
 
 def test_an_optimizer_attached_before_its_model_and_numpys_steps_and_one_name(tmp_path):

@@ -163,7 +163,7 @@ class Checkpointer:
         Raises:
             InputError: a name is taken or unusable, or something has no state to restore.
         """
-        self._engine.home.require()
+        self._require_open()
         named: dict[str, object] = {
             "model": model,
             "optimizer": optimizer,
@@ -286,10 +286,11 @@ class Checkpointer:
         Returns at once when nothing is being captured. Not a collective.
 
         Raises:
+            InputError: the checkpointer is closed, or something there is no tensor.
             SaveError: a save failed, and nobody has heard of it yet (with one rank; with several,
                 only `save`, `restore` and `close` raise, so that all ranks do at the same place).
         """
-        self._engine.home.require()
+        self._require_open()
         if world().size == 1:
             self._engine.raise_failed()
         if params is None:
@@ -346,7 +347,7 @@ class Checkpointer:
 
         Only rank 0's answer counts. This lasts as long as the checkpointer does.
         """
-        self._engine.home.require()
+        self._require_open()
         self._protected = steps_of(steps)
 
     def restore(
@@ -480,6 +481,7 @@ class Checkpointer:
         self._engine.raise_failed()
 
     def __enter__(self) -> Checkpointer:
+        self._require_open()
         return self
 
     def __exit__(
