@@ -1,5 +1,8 @@
 """Computing beside a disk: a thread that hashes memory while the one that owns it writes.
 
+There is one for each file of large blocks, started with its first block and ended with the file, in
+every save: so beside the engine's two threads a save has one more for each file it has open.
+
 What it is given touches memory only and cannot hang, so all that can go wrong with a disk stays in
 the thread that writes, and waiting for the helper is short.
 """
@@ -70,8 +73,9 @@ class Beside:
             self._over.put(error)
 
     def end(self) -> None:
-        """Let the thread go; ending twice is harmless."""
+        """End the thread; when this returns it is gone. Ending twice is harmless."""
         if self._thread is not None:
             self._given.put(None)
+            self._thread.join()
             self._thread = None
         self._alone = True

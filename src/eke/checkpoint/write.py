@@ -149,7 +149,8 @@ def _entry(one: Cut, group: str, file: str, begin: int, size: int) -> dict[str, 
 
 
 class LaneWriter:
-    """Writes a lane's blocks, in order, and hashes each while it is being written."""
+    """Writes a lane's blocks, in order, and hashes each while it is being written: large ones in a
+    thread of its own, which `finish` and `close` end."""
 
     def __init__(self, storage: Storage, directory: Path, lane: Lane) -> None:
         self._layout = lane.layout
