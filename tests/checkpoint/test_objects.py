@@ -4,6 +4,7 @@ import math
 import os
 import random
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eke.checkpoint.checks import ManifestError, strict_json
-from eke.checkpoint.objects import MAX_DEPTH, _no_collections, decode, encode, to_json
+from eke.checkpoint.objects import MAX_DEPTH, _no_collections, _pausing, decode, encode, to_json
 from eke.checkpoint.references import references
 from eke.errors import InputError
 
@@ -152,6 +153,35 @@ def test_a_process_forked_meanwhile_searches_for_garbage():
         assert os.waitpid(child, 0)[1] == 0
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_an_interrupt_at_any_call_leaves_the_search_for_garbage_on():
+    assert gc.isenabled()
+    where = {"_no_collections", "__enter__", "__exit__"}
+
+    def interrupt(frame, event, _):
+        nonlocal left
+        if event == "c_return" and frame.f_code.co_name in where:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+
+    for at in range(1, 100):
+        left = at
+        sys.setprofile(interrupt)
+        try:
+            with _no_collections():
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if left > 0:
+            break
+        assert gc.isenabled(), f"after call {at}"
+        if _pausing.locked():  # the interrupt came before it was known who has it
+            _pausing.release()
+    assert at > 6
 
 
 @given(OBJECTS)

@@ -102,15 +102,19 @@ os.register_at_fork(after_in_child=_go_on_in_child)
 def _no_collections() -> Iterator[None]:
     """No search for garbage meanwhile: what is made here is kept, and so many new containers set
     off searches of everything that the process has, a tenth of a second each."""
-    if not gc.isenabled() or not _pausing.acquire(blocking=False):
-        yield
-        return
-    gc.disable()
+    paused = False
+    # An interrupt may come after any call: the search goes on all the same.
     try:
+        paused = gc.isenabled() and _pausing.acquire(blocking=False)
+        if paused:
+            gc.disable()
         yield
     finally:
-        gc.enable()
-        _pausing.release()
+        if paused:
+            try:
+                gc.enable()
+            finally:
+                _pausing.release()
 
 
 class Ready(NamedTuple):
