@@ -316,6 +316,7 @@ class FakeDevice:
         self.gate = threading.Event()
         self.gate.set()
         self.waited_in, self.pinned, self.fail_at, self.issued = [], [], None, 0
+        self.no_events = False
 
     def claims(self, tensor):
         return self._claims(tensor)
@@ -340,8 +341,15 @@ class FakeDevice:
             )
 
     def event(self, place):
+        if self.no_events:
+            raise RuntimeError("no event can be made")
         with self._lock:
             return FakeEvent(self, list(self._copies))
+
+    def settle(self, place):
+        with self._lock:
+            event = FakeEvent(self, list(self._copies))
+        event.wait()
 
     def ask(self, change, *tensors):
         """Training asks for a change of tensors, which torch counts now and which happens later."""

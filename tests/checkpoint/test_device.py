@@ -239,6 +239,21 @@ def test_a_failed_saves_slots_are_taken_until_its_copies_are_over(tmp_path, new_
     ck.close()
 
 
+def test_a_save_without_events_fails_and_frees_its_slots(tmp_path, new_device):
+    device = new_device()
+    run = Training(device)
+    ck = run.attached(tmp_path)
+    device.no_events = True
+    with pytest.raises(SaveError, match="no event can be made"):
+        ck.save(1).wait()
+    assert slots_are_free(ck)
+    assert not device._copies
+    device.no_events = False
+    run.step()
+    assert same(ck.save(2).wait().path, run.expected())
+    ck.close()
+
+
 def test_memory_is_held_until_it_is_copied_and_no_longer(tmp_path, new_device):
     device = new_device()
     device.gate.clear()
@@ -375,6 +390,8 @@ def test_the_calls_to_cuda(monkeypatch, current):
     event.synchronize.assert_not_called()
     point.wait()
     event.synchronize.assert_called_once_with()
+    side.synchronize.side_effect = noting("settle")
+    cuda.settle(PLACE)
     event.query.side_effect = noting("query", False)
     assert not point.done()
     event.query.side_effect = noting("query", RuntimeError("CUDA error"))
@@ -383,6 +400,7 @@ def test_the_calls_to_cuda(monkeypatch, current):
         ("copy", 1, side),
         ("record", 1, compute),
         ("synchronize", 1, compute),
+        ("settle", 1, compute),
         ("query", 1, compute),
         ("query", 1, compute),
     ]

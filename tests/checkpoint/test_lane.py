@@ -143,3 +143,20 @@ def test_nothing_is_under_way_in_a_block_that_failed(new_device):
         lane.fill(1, np.empty(BLOCK_BYTES, np.uint8))
     assert device.issued == 1
     assert not device.advance()
+
+
+def test_nothing_is_under_way_when_no_event_can_be_had(new_device, monkeypatch):
+    """Or the slot would be filled with something else while a copy still writes to it."""
+    made = [new_device(lambda t, n=n: t.numel() == n) for n in (100, 50)]
+    monkeypatch.setattr("eke.checkpoint.device._devices", made)
+    lane = lane_of({"a": torch.ones(100), "b": torch.ones(50)})
+    made[1].no_events = True
+    with pytest.raises(RuntimeError, match="no event can be made"):
+        lane.fill(1, np.empty(BLOCK_BYTES, np.uint8))
+    for device in made:
+        assert device.issued == 1
+        assert not device.advance()
+    with pytest.raises(RuntimeError, match="no event can be made"):
+        lane.digest(lane.layout.names.index("b"), np.empty(BLOCK_BYTES, np.uint8))
+    assert made[1].issued == 2
+    assert not made[1].advance()

@@ -83,6 +83,10 @@ class Device(Protocol):
         """A point after all that was issued for `place` so far."""
         ...
 
+    def settle(self, place: torch.device) -> None:
+        """Sleep until all that was issued for `place` is over, where no event can be had."""
+        ...
+
 
 class Issued(NamedTuple):
     """A block of which copies are under way.
@@ -198,6 +202,11 @@ class Cuda:
         """See `Device`."""
         return _CudaEvent(self._side(place), place)
 
+    def settle(self, place: torch.device) -> None:
+        """See `Device`."""
+        with torch.cuda.device(place):
+            self._side(place).synchronize()
+
 
 class _CudaEvent:
     def __init__(self, side: torch.cuda.Stream, place: torch.device) -> None:
@@ -239,6 +248,19 @@ def device_of(tensor: torch.Tensor) -> Device | None:
         if device.claims(tensor):
             return device
     return None
+
+
+def wait_until_over(device: Device, place: torch.device) -> None:
+    """Sleep until no copy that was issued for a place is under way.
+
+    Raises what the device says when one has failed, or no event could be had. They are over then.
+    """
+    try:
+        event = device.event(place)
+    except BaseException:
+        device.settle(place)
+        raise
+    event.wait()
 
 
 def foreign(place: torch.device) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eke.checkpoint.device import Device, Issued, device_of
+from eke.checkpoint.device import Device, Issued, device_of, wait_until_over
 from eke.checkpoint.plan import HEADER, Block
 from eke.checkpoint.source import Changed, Seen, Source, seen, storage_of
 from eke.errors import EkeError
@@ -90,6 +90,11 @@ class Layout:
 _TAIL = '"}]}'
 
 
+def _places(sources: Mapping[int, Source]) -> set[tuple[Device, torch.device]]:
+    """What copies these, and where they are."""
+    return {(one.device, one.place) for one in sources.values() if one.device is not None}
+
+
 class Stated(NamedTuple):
     """A file that was written or linked: its layout, and the hash of each of its tensors."""
 
@@ -141,7 +146,9 @@ class Lane:
         """Copy a block from what is live; returns what is under way on a device, if anything.
 
         Raises:
-            EkeError: a tensor was changed before it was captured. Then nothing is under way.
+            EkeError: a tensor was changed before it was captured.
+
+        When it raises, whatever that is, nothing is under way.
         """
         remote: dict[int, Source] = {}
         try:
@@ -158,8 +165,15 @@ class Lane:
                 if end == self.layout.sizes[tensor]:
                     self._sources.pop(tensor, None)
             return self._under_way(remote) if remote else None
-        except BaseException:
-            self._under_way(remote).wait()
+        except BaseException as first:
+            failed: Exception | None = None
+            for device, place in _places(remote):
+                try:
+                    wait_until_over(device, place)
+                except Exception as caught:  # noqa: BLE001 - raised below: the others still write
+                    failed = failed or caught
+            if failed is not None and isinstance(first, Exception):
+                raise failed from first
             raise
 
     def _under_way(self, remote: Mapping[int, Source]) -> Issued:
@@ -170,8 +184,7 @@ class Lane:
                 with self._unchanged(tensor):
                     source.check()
 
-        places = {(source.device, source.place) for source in remote.values()}
-        return Issued([device.event(place) for device, place in places if device], check)
+        return Issued([device.event(place) for device, place in _places(remote)], check)
 
     def digest(self, tensor: int, scratch: npt.NDArray[np.uint8]) -> str:
         """The hash of a tensor as it is now.

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from eke.checkpoint.device import Device, device_of
+from eke.checkpoint.device import Device, device_of, wait_until_over
 from eke.checkpoint.plan import boxes
 
 _SMALL_BYTES = 1 << 16
@@ -181,7 +181,7 @@ class Source:
                     self.fill(scratch, begin, end)
                 finally:
                     if self.device is not None:
-                        self.device.event(self.place).wait()
+                        wait_until_over(self.device, self.place)
                 total.update(scratch[: end - begin].data)
         self.check()
         return total.hexdigest()
