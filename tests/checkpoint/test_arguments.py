@@ -42,6 +42,8 @@ def test_a_root_that_no_directory_can_have(tmp_path):
             root_given(root)
     with pytest.raises(InputError, match="cannot be used: File name too long"):
         root_given("x" * 300)
+    with pytest.raises(InputError, match=r"cannot be used: .* surrogates not allowed"):
+        root_given("\ud800")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(InputError, match="cannot be used: Too many levels"):
         root_given(tmp_path / "loop")
@@ -110,7 +112,9 @@ def test_a_part_of_another_kind_than_its_name_says(parts, tmp_path):
     [name] = parts
     with (
         Checkpointer(tmp_path) as saver,
-        pytest.raises(InputError, match=f"'{name}' cannot be attached; got '.*; it is .* StateP"),
+        pytest.raises(
+            InputError, match=f"'{name}' cannot be attached: it is .*; it takes .* StateP"
+        ),
     ):
         saver.attach(**parts)
 

@@ -1,11 +1,14 @@
+import ast
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eke.checkpoint import errors
 from eke.checkpoint.errors import (
     KINDS,
     CorruptCheckpoint,
@@ -137,3 +140,18 @@ def test_what_is_shown_is_one_harmless_line(text, longest):
 
 def test_escapes_are_shown_as_such():
     assert printable("a\x1b[31m\n\u202eb\ud800") == "a\\x1b[31m\\n\\u202eb\\ud800"
+
+
+def test_every_refusal_of_input_says_what_to_do():
+    files = sorted(Path(errors.__file__).parent.glob("*.py"))
+    calls = [
+        (file.name, node)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "InputError"
+    ]
+    assert len(calls) > 50
+    silent = [
+        (name, node.lineno) for name, node in calls if "fix" not in {k.arg for k in node.keywords}
+    ]
+    assert silent == []

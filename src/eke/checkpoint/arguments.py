@@ -47,9 +47,10 @@ def root_given(root: str | os.PathLike[str]) -> Path:
             is_directory = stat.S_ISDIR(there.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             continue  # what is above it tells
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             raise InputError(
-                f"the checkpoints' root cannot be used: {error.strerror or error}",
+                f"the checkpoints' root cannot be used: {why}",
                 value=text,
                 fix="Name a directory that this process can reach",
             ) from error
@@ -128,9 +129,8 @@ def check_parts(named: Mapping[str, object]) -> None:
             shown = f"a {type(value).__name__}"
             fix = f'Attach another kind of object by a name of yours: extra={{"my_{name}": ..}}'
         raise InputError(
-            f"{name!r} cannot be attached",
-            value=shown,
-            rule=f"it is {rule}, or a StateProvider",
+            f"{name!r} cannot be attached: it is {shown}",
+            rule=f"it takes {rule}, or a StateProvider",
             fix=fix,
         )
 

@@ -138,7 +138,10 @@ def capture(
             states[name] = provider.state()
             digests[name] = _digest(*encode(states[name], name)) if here.size > 1 else ""
         if len({held.name for held in segments}) != len(segments):
-            raise InputError("a provider gave two tensors one name")
+            raise InputError(
+                "a provider gave two tensors one name",
+                fix="Give each of its segments a key of its own",
+            )
         # Alone there is nobody to compare with.
         structure = _structure(segments) if here.size > 1 else ""
         boxes = [held.spread.box for held in _spread(segments) if held.spread is not None]
@@ -151,6 +154,7 @@ def capture(
             raise EkeError(
                 f"step {step} cannot be saved: rank {rank} holds other tensors than rank 0",
                 rule="every rank attaches the same things, with tensors of equal names and shapes",
+                fix="Attach on every rank what rank 0 attaches",
             )
     out = Captured(notes=[row["note"] for row in rows])
     spread = _spread(segments)
@@ -197,6 +201,7 @@ def require_group(group: str, tensor: str) -> None:
             f"the tensor {tensor} has an unusable group",
             value=group,
             rule="groups become parts of file names: a-z, 0-9, _ and -",
+            fix="Give its segment another group",
         )
 
 
@@ -266,7 +271,10 @@ def untie(held: list[Held], aliases: dict[str, str]) -> list[Held]:
     kept, seen = [], set()
     for one in held:
         if one.name in seen:
-            raise InputError(f"two tensors would both be called {one.name}")
+            raise InputError(
+                f"two tensors would both be called {one.name}",
+                fix="Rename one of them in its provider or object",
+            )
         seen.add(one.name)
         # A DTensor is known by itself: a rank may have no memory of it.
         same = identity(one.tensor) if one.spread is None else id(one.spread.live)

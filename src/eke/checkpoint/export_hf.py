@@ -37,7 +37,11 @@ def config_of(checkpoint: Path, given: str | Path | None) -> Path:
     """
     if given is not None:
         if not (Path(given) / "config.json").is_file():
-            raise InputError("there is no config.json in the config folder", value=str(given))
+            raise InputError(
+                "there is no config.json in the config folder",
+                value=str(given),
+                fix="Name the folder that model.config.save_pretrained wrote",
+            )
         return Path(given)
     found = Path(checkpoint).absolute().parent.parent / "model"
     if checkpoint.absolute().parent.name == "checkpoints" and (found / "config.json").is_file():

@@ -50,7 +50,10 @@ def export(
     """
     if to not in get_args(Format):
         raise InputError(
-            "there is no such export format", value=to, rule="formats are hf, dcp and torch"
+            "there is no such export format",
+            value=to,
+            rule="formats are hf, dcp and torch",
+            fix="Name one of these",
         )
     if config is not None and to != "hf":
         raise InputError(f"an export to {to} takes no config", fix="Leave config out")
@@ -86,7 +89,9 @@ def check_target(target: Path) -> None:
         InputError: it is not absent or an empty directory.
     """
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise InputError("the export's target is not a directory", value=str(target))
+        raise InputError(
+            "the export's target is not a directory", value=str(target), fix="Name a new one"
+        )
     if target.is_dir() and any(target.iterdir()):
         raise InputError(
             "the export's target is not empty",

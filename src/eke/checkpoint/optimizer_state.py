@@ -64,7 +64,10 @@ class OptimizerProvider:
                     )
                 names[parameter] = name
         if len(set(names.values())) != len(names):
-            raise InputError("two of the optimizer's parameters have one name")
+            raise InputError(
+                "two of the optimizer's parameters have one name",
+                fix="Build it from model.named_parameters() of one model",
+            )
         return names
 
     def segments(self) -> Sequence[Segment]:

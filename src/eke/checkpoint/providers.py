@@ -277,7 +277,8 @@ class ObjectProvider:
             if type(saved) is not type(value):
                 raise InputError(
                     f"the checkpoint has a {type(saved).__name__} where a {type(value).__name__} "
-                    "is attached"
+                    "is attached",
+                    fix=f"Attach a {type(saved).__name__}, or restore the rest with only=",
                 )
             if isinstance(value, dict):
                 value.clear()

@@ -170,11 +170,14 @@ class Reader:
             raise InputError(
                 f"a tensor of shape {tuple(target.shape)} cannot take {name} from {start}",
                 rule=f"saved was {entry.shape}",
+                fix="Give it one of that shape",
             )
         if target.dtype != saved:
             if not (target.is_floating_point() and saved.is_floating_point):
                 raise InputError(
-                    f"a {target.dtype} cannot take {name}", rule=f"saved was {entry.dtype}"
+                    f"a {target.dtype} cannot take {name}",
+                    rule=f"saved was {entry.dtype}",
+                    fix="Give it one of that type",
                 )
             self.cast.add(name)
         return Sink(target, start, saved)

@@ -155,7 +155,10 @@ class _Known:
         rows = list(_rows(providers, glances))
         self.names = {row.name for row in rows}
         if len(self.names) != len(rows):
-            raise InputError("a provider gave two tensors one name")
+            raise InputError(
+                "a provider gave two tensors one name",
+                fix="Give each of its segments a key of its own",
+            )
         self.states = {
             name: Remembered(provider)
             for name, provider in providers.items()
@@ -211,7 +214,10 @@ def _objects(
         objects[name], inside = encode(state, prefix_of(name, 0, own=provider.per_rank))
         for key, tensor in inside.items():
             if key in known.names or key in names:
-                raise InputError(f"two tensors would both be called {key}")
+                raise InputError(
+                    f"two tensors would both be called {key}",
+                    fix="Rename one of them in its provider or object",
+                )
             names.add(key)
             held.append(Held(key, tensor, OBJECTS, "object"))
     return objects, held
