@@ -161,7 +161,8 @@ class Checkpointer:
                 `StateProvider`.
 
         Raises:
-            InputError: a name is taken or unusable, or something has no state to restore.
+            InputError: a name is taken or unusable, something has no state to restore or is not
+                what its name says, or the checkpointer is closed.
         """
         self._require_open()
         named: dict[str, object] = {
@@ -413,6 +414,7 @@ class Checkpointer:
         """The committed steps, oldest first. Not a collective.
 
         Raises:
+            InputError: something else than a directory has taken the root's place.
             EkeError: the disk failed.
         """
         with reading(self.root):
