@@ -197,7 +197,9 @@ class Channel:
         at = self._look("at")
         late = [rank for rank, calls in (at or {}).items() if (calls or 0) < self._calls]
         if at is None:
-            late = [0]  # it serves the store
+            # Rank 0 serves the store. If it has just given up itself, who kept it waiting is seen.
+            others = (rank for rank in range(len(self._peers)) if rank != self.rank)
+            late = [rank for rank in others if self._state(rank) == "stopped"] or [0]
         if not error or "imed out" in error.splitlines()[0]:
             who = f"rank {late[0]} of {self.size}" if late else "a rank"
             stopped = (
