@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,14 @@ from eke.batching import Exchange
 from eke.errors import EkeError
 
 
+def token_item(n: int, index: int) -> dict[str, Any]:
+    """Sample `index`, of n tokens; its labels begin to train somewhere that depends on `index`."""
+    ids = (torch.arange(n) * 7 + index * 13) % 50
+    labels = ids.clone()
+    labels[: (index * 5) % (n + 1)] = -100
+    return {"input_ids": ids, "labels": labels, "index": index}
+
+
 class TokenDataset:
     """Item i has `lengths[i]` tokens; its labels begin to train somewhere that depends on i."""
 
@@ -27,11 +36,45 @@ class TokenDataset:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        n = self.lengths[index]
-        ids = (torch.arange(n) * 7 + index * 13) % 50
-        labels = ids.clone()
-        labels[: (index * 5) % (n + 1)] = -100
-        return {"input_ids": ids, "labels": labels, "index": index}
+        return token_item(self.lengths[index], index)
+
+
+class TokenStream:
+    """An iterable; sample p of its part s of S has `parts[s][p]` tokens, and number p * S + s.
+
+    `given` are the numbers that it gave so far, to anybody in this process.
+    """
+
+    def __init__(self, *parts: Sequence[int]) -> None:
+        self.numbered = [
+            [(n, place * len(parts) + part) for place, n in enumerate(lengths)]
+            for part, lengths in enumerate(parts)
+        ]
+        self.given: list[int] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for n, number in itertools.chain(*self.numbered):
+            self.given.append(number)
+            yield token_item(n, number)
+
+
+class SeekingStream(TokenStream):
+    """One that can be read in parts, and from a place on."""
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.numbered)
+
+    def shard(self, num_shards: int, index: int) -> SeekingStream:
+        return self._with(self.numbered[index::num_shards])
+
+    def skip(self, n: int) -> SeekingStream:
+        return self._with([list(itertools.chain(*self.numbered))[n:]])
+
+    def _with(self, numbered: list[list[tuple[int, int]]]) -> SeekingStream:
+        other = SeekingStream()
+        other.numbered, other.given = numbered, self.given
+        return other
 
 
 class Meeting:
@@ -104,14 +147,27 @@ def token_dataset() -> type[TokenDataset]:
     return TokenDataset
 
 
+@pytest.fixture(scope="session")
+def token_stream() -> type[TokenStream]:
+    return TokenStream
+
+
+@pytest.fixture(scope="session")
+def seeking_stream() -> type[SeekingStream]:
+    return SeekingStream
+
+
 @pytest.fixture
 def nothing_leaks() -> Iterator[None]:
-    """After the test: no child process, and no descriptor more than before."""
+    """After the test: no child process, and no descriptor more than before.
+
+    A server that other tests start their processes from may be there before and after.
+    """
     me = psutil.Process()
     gc.collect()
-    before = me.num_fds()
+    before, others = me.num_fds(), set(me.children(recursive=True))
     yield
-    assert me.children(recursive=True) == []
+    assert set(me.children(recursive=True)) <= others
     # A queue's thread closes its end of the pipe when it gets to run.
     deadline = time.monotonic() + 30
     while me.num_fds() > before and time.monotonic() < deadline:

@@ -1,6 +1,7 @@
-"""Many random jobs among threads: ranks of any pace, uneven and unusable samples, early stops, a
-second loader beside the first, several epochs, and a resume on another number of ranks after each
-stop. Every one of them must deliver each usable sample of each epoch exactly once."""
+"""Many random jobs among threads: ranks of any pace, uneven and unusable samples, data by item and
+one by one, early stops, a second loader beside the first, several epochs, and a resume on another
+number of ranks after each stop. Every one of them must deliver each usable sample of each epoch
+exactly once."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,16 @@ class Slow:
             time.sleep(self._rng.random() * 0.001)
 
 
+class OneByOne:
+    """The same samples as an iterable, of which nobody knows how long it is."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._dataset[i] for i in range(len(self._dataset)))
+
+
 def lengths_of(rng: random.Random, size: int) -> list[int]:
     """Samples without tokens, too long ones, and positions that one rank's are all empty of."""
     n = rng.randint(1, 40)
@@ -72,6 +83,8 @@ def run_seed(seed: int, make_dataset: MakeDataset, run_ranks: RunRanks) -> None:
         "packing": rng.random() < 0.4, "wait_rounds": rng.randint(0, 1),
     }  # fmt: skip
     dataset = make_dataset(lengths)
+    if random.Random(f"stream {seed}").random() < 0.3:
+        dataset = OneByOne(dataset)
     seen: Counter[tuple[int, int]] = Counter()
     state: Any = None
     for number in itertools.count():

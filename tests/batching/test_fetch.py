@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from eke.batching.ahead import Ahead
 from eke.batching.batch import Tokens
 from eke.batching.fetch import SampleFetcher
+from eke.batching.source import source_of
 from eke.errors import EkeError, InputError
 
 LENGTHS = [(i * 37) % 23 for i in range(300)]
@@ -24,7 +25,7 @@ LENGTHS = [(i * 37) % 23 for i in range(300)]
 
 def fetcher(dataset: Any, workers: int = 0, **more: Any) -> SampleFetcher:
     settings = {"limit": None, "most": 100, "start_method": None, **more}
-    return SampleFetcher(dataset, num_workers=workers, **settings)
+    return SampleFetcher(source_of(dataset), num_workers=workers, **settings)
 
 
 def plain(samples: list[Tokens]) -> list[Any]:
@@ -186,6 +187,7 @@ def test_thousands_of_samples_need_few_descriptors(
 ORPHANS = """
 import sys, time, psutil, torch
 from eke.batching.fetch import SampleFetcher
+from eke.batching.source import source_of
 
 class Long:
     def __len__(self): return 4096
@@ -194,9 +196,11 @@ class Long:
         return {"input_ids": ids, "labels": ids, "index": i}
 
 if __name__ == "__main__":
-    fetch = SampleFetcher(Long(), limit=None, most=2048, num_workers=2, start_method=sys.argv[1])
+    source, method = source_of(Long()), sys.argv[1]
+    fetch = SampleFetcher(source, limit=None, most=2048, num_workers=2, start_method=method)
     fetch.take(list(range(2048)))
-    fetch._begin(list(range(2048, 4096)))   # more than their pipes hold, and nobody reads
+    # More than their pipes hold, and nobody reads.
+    fetch._begin(fetch._requests_for(list(range(2048, 4096)), 0))
     time.sleep(2)
     print(*(p.pid for p in psutil.Process().children(recursive=True)), flush=True)
     time.sleep(600)
@@ -223,3 +227,41 @@ def test_workers_end_when_the_trainer_is_killed(tmp_path: Path, start_method: st
     for process in alive:
         process.kill()
     assert not alive
+
+
+class WhoReads:
+    """Each item says whether it was read in one of torch's workers."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = [int(torch.utils.data.get_worker_info() is not None)]
+        return {"input_ids": ids, "labels": ids}
+
+
+class WhoIterates:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (WhoReads()[index] for index in range(4))
+
+
+@pytest.mark.parametrize(("dataset", "knows"), [(WhoReads(), 1), (WhoIterates(), 0)])
+def test_only_an_iterable_does_not_know_of_workers(dataset: Any, knows: int) -> None:
+    fetch = fetcher(dataset, 1)
+    assert [s.ids.tolist() for s in fetch.take([0, 1, 2, 3])] == [[knows]] * 4
+    fetch.close()
+
+
+def test_of_a_sharded_iterable_each_worker_reads_its_own(
+    seeking_stream: Callable[..., Any],
+) -> None:
+    """Two ranks of two workers, four parts: the requests of this rank, in torch's turns."""
+    source = source_of(seeking_stream(*[[1] * 90] * 4))
+    fetch = SampleFetcher(source, limit=None, most=64, num_workers=2, start_method=None, ranks=2)
+    numbers = [*range(1, 300, 2)]
+    requests = fetch._requests_for(numbers[::-1], 7)
+    assert sorted(i for request in requests for i in request.indices) == numbers
+    assert {request.epoch for request in requests} == {7}
+    for worker, part in ((0, 1), (1, 3)):
+        own = [i for request in requests[worker::2] for i in request.indices]
+        assert own == list(range(part, 300, 4))

@@ -52,24 +52,39 @@ def check_same_error(results: list[dict[str, Any]]) -> None:
 def test_two_processes_stay_in_step_and_fail_together(start_ranks: Any) -> None:
     results = run_job(
         start_ranks,
-        ["uneven:none", "bad_item:none", "one_rank_empty:none", "bad_item:fork", "uneven:fork"],
-    )
+        [
+            "uneven:none", "bad_item:none", "one_rank_empty:none", "bad_item:fork", "uneven:fork",
+            "stream_uneven:none", "stream_bad_item:none", "stream_uneven:fork",
+            "stream_bad_item:fork",
+        ],
+    )  # fmt: skip
     check_in_step(results["uneven:none"], list(range(75)))
     check_same_error(results["bad_item:none"])
     check_in_step(results["one_rank_empty:none"], [0, 2, 4])
     assert [result["dummies"] > 0 for result in results["one_rank_empty:none"]] == [False, True]
     check_same_error(results["bad_item:fork"])
     assert results["uneven:fork"] == results["uneven:none"]
+    check_in_step(results["stream_uneven:none"], list(range(75)))
+    check_same_error(results["stream_bad_item:none"])
+    check_same_error(results["stream_bad_item:fork"])
+    assert results["stream_uneven:fork"] == results["stream_uneven:none"]
 
 
 @pytest.mark.slow
 def test_workers_that_do_not_fork(start_ranks: Any) -> None:
     results = run_job(
-        start_ranks, ["uneven:none", "uneven:spawn", "bad_item:spawn", "uneven:forkserver"]
-    )
+        start_ranks,
+        [
+            "uneven:none", "uneven:spawn", "bad_item:spawn", "uneven:forkserver",
+            "stream_uneven:none", "stream_uneven:spawn", "stream_uneven:forkserver",
+        ],
+    )  # fmt: skip
     assert results["uneven:spawn"] == results["uneven:forkserver"] == results["uneven:none"]
     check_in_step(results["uneven:none"], list(range(75)))
     check_same_error(results["bad_item:spawn"])
+    streams = [results[f"stream_uneven:{m}"] for m in ("none", "spawn", "forkserver")]
+    assert streams[0] == streams[1] == streams[2]
+    check_in_step(streams[0], list(range(75)))
 
 
 # ------------------------------------------------------------------ random runs, rank by rank

@@ -63,8 +63,8 @@ FAULTS = {
         from dataclasses import replace
         from eke.batching import fetch
         sample = fetch._ChunkDataset._sample
-        def by_input(self, index):
-            made = sample(self, index)
+        def by_input(self, *which):
+            made = sample(self, *which)
             return replace(made, label_tokens=max(0, len(made.ids) - 1))
         fetch._ChunkDataset._sample = by_input
         """,
@@ -95,6 +95,14 @@ FAULTS = {
         """,
         "tests/batching/test_exchange.py::test_ranks_that_were_not_joined_are_refused",
         "DID NOT RAISE",
+    ),
+    "an iterable is told that it is read in torch's workers, and shares itself out": Fault(
+        """
+        from eke.batching import fetch
+        fetch._begin_unseen = fetch._begin_worker
+        """,
+        "tests/batching/test_loader_stream.py::test_workers_change_nothing",
+        "begins with another sample in each worker",
     ),
     "a method of torch's DataLoader is replaced for everybody": Fault(
         """

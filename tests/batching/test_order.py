@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eke.batching.order import Order, Place
+from eke.batching.order import Order, Place, StreamOrder
+from eke.errors import EkeError
 
 
 @given(
@@ -50,3 +52,54 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert Order(10, 0, shuffle=True).window(Place(0), 10)[0] == [
         0, 8, 9, 3, 7, 5, 1, 2, 6, 4,
     ]  # fmt: skip
+
+
+@given(
+    parts=st.integers(1, 5),
+    cursor=st.integers(0, 30),
+    pending=st.lists(st.integers(0, 29), unique=True, max_size=6),
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    ranks=st.integers(1, 4),
+    data=st.data(),
+)
+def test_windows_of_an_iterable_are_its_numbers_but_for_parts_that_ended(
+    parts: int, cursor: int, pending: list[int], counts: list[int], ranks: int, data: st.DataObject
+) -> None:
+    order = StreamOrder(parts, shuffle=True)
+    ended = tuple(sorted(data.draw(st.sets(st.integers(0, parts - 1), max_size=parts - 1))))
+    start = place = Place(2, cursor, tuple(pending), ended)
+    seen: list[int] = []
+    for count in counts:
+        window, place = order.window(place, count)
+        assert len(window) == count
+        seen += window
+        assert sorted(i for share in order.deal(window, ranks) for i in share) == sorted(window)
+        for rank, share in enumerate(order.deal(window, ranks)):
+            assert all(i % ranks == rank for i in share) or parts == 1
+            assert parts > 1 or share == window[rank::ranks]
+    beyond = [i for i in range(cursor, cursor + 400) if i % parts not in ended]
+    assert [*seen, *place.pending] == (pending + beyond)[: len(seen) + len(place.pending)]
+    assert order.window(start, len(seen)) == (seen, place), "many windows are one of as many"
+    assert (place.epoch, place.ended) == (2, ended)
+    assert not order.is_exhausted(place)
+
+
+def test_an_iterable_is_over_when_each_part_was_found_to_end() -> None:
+    order = StreamOrder(3, shuffle=False)
+    place = Place(0, 12)
+    assert order.ended(place, [], [0, 1, 2]) == place
+    place = order.ended(place, [9, 4, 7], [1, 3, 6, 11])
+    assert place == Place(0, 12, (), (0, 1))
+    assert order.window(place, 2) == ([14, 17], Place(0, 18, (), (0, 1)))
+    assert not order.is_exhausted(place)
+    over = order.ended(place, [14], [])
+    assert over.ended == (0, 1, 2)
+    assert order.window(over, 5) == ([], over)
+    assert order.is_exhausted(over)
+    assert not order.is_exhausted(Place(0, 12, (3,), (0, 1, 2)))
+    assert order.window(Place(0, 12, (3,), (0, 1, 2)), 5)[0] == [3]
+
+
+def test_a_part_that_ends_at_two_places_is_refused() -> None:
+    with pytest.raises(EkeError, match="sample 3 of its part 1 is there, sample 2 is not"):
+        StreamOrder(3, shuffle=False).ended(Place(), [7], [10])

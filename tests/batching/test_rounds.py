@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ OFFERS = st.builds(
     stop=st.sampled_from(["", "", "a", "ü"]),
     fault=st.sampled_from(["", "", "torn", "bad \udcff byte"]),
     input_fault=st.booleans(),
+    begins=st.sampled_from(["", "ab"]),
 )
 
 
@@ -28,10 +31,10 @@ OFFERS = st.builds(
 )
 def test_an_offer_is_read_as_it_was_made(offer: Offer, rows: list[list[int]]) -> None:
     sizes = np.array(rows, dtype=np.int64)
-    again = read(Offer(offer.standing, sizes, offer.stop, offer.fault, offer.input_fault).data())
+    again = read(replace(offer, sizes=sizes).data())
     assert again.sizes.tolist() == rows
     assert again.sizes.dtype == np.int64
-    names = ("standing", "stop", "fault", "input_fault")
+    names = ("standing", "stop", "fault", "input_fault", "begins")
     assert [getattr(again, n) for n in names] == [getattr(offer, n) for n in names]
     assert read(offer.data()).sizes.shape == (0, 2)
 
@@ -70,3 +73,11 @@ def test_faults_come_first_then_differences_then_stops(offers: list[Offer]) -> N
 def test_a_setting_that_one_rank_lacks_is_a_difference() -> None:
     with pytest.raises(InputError, match=r"{'packing': None}"):
         conclude([Offer({"packing": True}), Offer({})])
+
+
+def test_ranks_whose_data_begin_differently_are_named() -> None:
+    """One that wishes to stop has read nothing, and is no different for that."""
+    offers = [Offer(STANDING, stop="enough"), *(Offer(STANDING, begins=b) for b in "aab")]
+    assert conclude(offers[:3]) == "rank 0: enough"
+    with pytest.raises(InputError, match="of rank 1 and rank 3 begin with different samples"):
+        conclude(offers)

@@ -13,9 +13,9 @@ from eke.batching.state import Counts, Progress, progress_of
 from eke.errors import InputError
 from eke.version import __version__
 
-CONFIG = {"seed": 3, "window": 8, "per_step": "samples:4"}
+CONFIG = {"seed": 3, "window": 8, "per_step": "samples:4", "dataset_parts": 3}
 PROGRESS = Progress(
-    Place(2, 20, (1, 5)), 17, 2, 64, Counts(1, 2, 3, 4), ((6,), (2, 3)), 12, (7, 8), (9,)
+    Place(2, 20, (1, 5), (0, 2)), 17, 2, 64, Counts(1, 2, 3, 4), ((6,), (2, 3)), 12, (7, 8), (9,)
 )
 
 
@@ -52,6 +52,11 @@ def test_other_settings_are_refused_by_name(key: str) -> None:
         {"waiting": [[6], [6]]},
         {"waiting": [[6], [5]]},
         {"pending": [4, 4]},
+        {"ended": [3]},
+        {"ended": [-1]},
+        {"ended": [2, 0]},
+        {"ended": [1, 1]},
+        {"ended": None},
         {"delivered": [9]},
         {"block": float("inf")},
         {"config": None},
@@ -71,7 +76,8 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 
 def test_places_that_differ_in_any_sample_differ() -> None:
     changes: list[dict[str, Any]] = [
-        {}, {"place": Place(2, 20, (1, 4))}, {"place": Place(2, 21, (1, 5))}, {"block": 18},
+        {}, {"place": Place(2, 20, (1, 4), (0, 2))}, {"place": Place(2, 21, (1, 5), (0, 2))},
+        {"place": Place(2, 20, (1, 5), (0, 1))}, {"block": 18},
         {"waiting": ((), (2, 3))}, {"waiting": ((2,), (6, 3))}, {"taken": 11},
         {"delivered": (8, 7)}, {"dropped": ()},
     ]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,21 +35,33 @@ class Dataset:
         return {"input_ids": ids, "labels": ids.clone(), "index": index}
 
 
+class Stream:
+    """The same samples one after another; under torch's loader it would share them out itself."""
+
+    def __init__(self, lengths: list[int], bad: int | None = None) -> None:
+        self._items = Dataset(lengths, bad)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = torch.utils.data.get_worker_info()
+        step, first = (1, 0) if worker is None else (worker.num_workers + 1, worker.id + 1)
+        return (self._items[i] for i in range(first, len(self._items), step))
+
+
 def train(scenario: str, start_method: str | None) -> dict[str, Any]:
     """Train under DDP; what this rank saw, or the error that ended it."""
     lengths = {
         "uneven": [1 + (i * 29) % 31 for i in range(75)] + [0] * 4,
         "one_rank_empty": [9, 0, 8, 0, 7],
         "bad_item": [9] * 70,
-    }[scenario]
-    bad = 33 if scenario == "bad_item" and world().rank == 1 else None
+    }[scenario.removeprefix("stream_")]
+    bad = 33 if scenario.endswith("bad_item") and world().rank == 1 else None
     torch.manual_seed(0)
     model = wrap(
         torch.nn.Sequential(torch.nn.Embedding(30, 4), torch.nn.Linear(4, 30)), torch.device("cpu")
     )
     result: dict[str, Any] = {"uids": [], "steps": [], "dummies": 0}
     loader = DynamicLoader(
-        Dataset(lengths, bad),
+        (Stream if scenario.startswith("stream_") else Dataset)(lengths, bad),
         micro_tokens=40,
         per_step="tokens:120",
         window=8,

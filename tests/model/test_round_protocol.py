@@ -68,6 +68,16 @@ class Lengths:
         return {"input_ids": ids, "labels": ids}
 
 
+class OneByOne:
+    """The same, as an iterable: ranks learn that it ends from one another."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._items = Lengths(lengths)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._items[i] for i in range(len(self._items)))
+
+
 class Earliest:
     """The next round is made as soon as it can be."""
 
@@ -123,6 +133,7 @@ class Job:
     size: int
     start: str
     eager: tuple[bool, ...]
+    dataset: Callable[[Sequence[int]], Any] = Lengths
     seen: dict[tuple[int, tuple[Event, ...]], Rank] = field(default_factory=dict)
 
     def rank_after(self, rank: int, events: tuple[Event, ...]) -> Rank:
@@ -144,7 +155,7 @@ class Job:
         loader_module.Ahead = Earliest if self.eager[rank] else Latest  # type: ignore[misc, assignment]
         exchange = Replayed(rank, self.size, hear)
         loader = DynamicLoader(
-            Lengths(self.lengths), exchange=exchange, epochs=1, shuffle=False, **self.settings
+            self.dataset(self.lengths), exchange=exchange, epochs=1, shuffle=False, **self.settings
         )
         loader._thread_ahead = True
         if self.start:
@@ -233,7 +244,11 @@ class Job:
 
 
 def explore_all(
-    lengths: tuple[int, ...], settings: dict[str, Any], sizes: Sequence[int], eager: Sequence[bool]
+    lengths: tuple[int, ...],
+    settings: dict[str, Any],
+    sizes: Sequence[int],
+    eager: Sequence[bool],
+    dataset: Callable[[Sequence[int]], Any] = Lengths,
 ) -> int:
     """All jobs that can come of one data set: the first, and each that goes on after another."""
     n = len(lengths)
@@ -245,7 +260,7 @@ def explore_all(
     while todo:
         start = todo.popleft()
         for size in sizes:
-            job = Job(lengths, settings, size, start, tuple(eager[:size]))
+            job = Job(lengths, settings, size, start, tuple(eager[:size]), dataset)
             base = before[start]
 
             def found(state: str, done: tuple[Uids, ...], why: str, base: Any = base) -> None:
@@ -267,7 +282,7 @@ def explore_all(
                     math.ceil(len(range(r, n, size)) / settings["window"]) for r in range(size)
                 )
                 rounds = max(rank.rounds for rank in job.seen.values())
-                assert rounds <= most + settings.get("wait_rounds", 1)
+                assert rounds <= most + settings.get("wait_rounds", 1) + (dataset is OneByOne)
     assert ends
     return states
 
@@ -302,6 +317,16 @@ def test_every_interleaving_of_three_ranks_and_three_samples() -> None:
     assert states > 100_000  # 158,917 when this was written
 
 
+def test_every_interleaving_of_three_ranks_and_an_iterable() -> None:
+    states = sum(
+        explore_all(lengths, settings, (1, 2, 3), (True, False, True), OneByOne)
+        for n in (1, 2)
+        for lengths, settings in scope(n, full=False)
+    )
+    print(f"{states} states")
+    assert states > 30_000  # 45,098 when this was written
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("samples", [1, 2, 3, 4])
@@ -310,8 +335,9 @@ def test_every_interleaving_of_three_ranks_and_four_samples(
     samples: int, early: tuple[bool, ...]
 ) -> None:
     states = sum(
-        explore_all(lengths, settings, (1, 2, 3), early)
+        explore_all(lengths, settings, (1, 2, 3), early, dataset)
         for lengths, settings in scope(samples, full=True)
+        for dataset in (Lengths, OneByOne)
     )
     print(f"{samples} samples, {early}: {states} states")
     assert states > 400 * 2**samples

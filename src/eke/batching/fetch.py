@@ -1,6 +1,7 @@
 """Brings samples from the dataset, in this process or in worker processes.
 
 Properties: `take` returns the samples in the order asked for, whatever the number of workers;
+one that an iterable turned out not to have is `ABSENT`;
 the global random state is not touched; after `close` no process and no descriptor is left, and
 the next `take` starts afresh.
 
@@ -10,13 +11,15 @@ a worker holds a file descriptor, of which a window would need thousands.
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import re
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,20 +28,22 @@ from torch.utils.data import DataLoader
 
 from eke.batching.batch import IGNORED, Tokens
 from eke.batching.cost import CostModel
+from eke.batching.source import Ended, Items, Source, failure
 from eke.errors import EkeError, InputError
 
 CHUNK_SAMPLES = 32
+_NOTHING = np.zeros(0, dtype=np.int64)
 
 
-class SampleDataset(Protocol):
-    """A map-style dataset: item i is a mapping with `input_ids` and `labels`, integers [T].
+ABSENT = -1
+"""The full length of a sample that is not there."""
 
-    Item i must be the same whenever and wherever it is asked for.
-    """
 
-    def __len__(self) -> int: ...
+class _Request(NamedTuple):
+    """Samples to read in one go."""
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    epoch: int
+    indices: list[int]
 
 
 class _Chunk(NamedTuple):
@@ -53,35 +58,37 @@ class _Chunk(NamedTuple):
 
 
 class _ChunkDataset:
-    """Item [i, j, ...] is the `_Chunk` of the dataset's items i, j, ..."""
+    """What a request asks for, as a `_Chunk`."""
 
-    def __init__(self, dataset: SampleDataset, limit: int | None, cost: CostModel) -> None:
-        self._dataset, self._limit, self._cost = dataset, limit, cost
+    def __init__(self, source: Source, limit: int | None, cost: CostModel) -> None:
+        self._source, self._limit, self._cost = source, limit, cost
 
-    def __getitem__(self, indices: list[int]) -> _Chunk:
-        samples = [self._sample(index) for index in indices]
+    def __getitem__(self, request: _Request) -> _Chunk:
+        samples = [self._sample(request.epoch, index) for index in request.indices]
         return _Chunk(
-            np.concatenate([sample.ids for sample in samples]),
-            np.concatenate([sample.labels for sample in samples]),
+            np.concatenate([_NOTHING, *(sample.ids for sample in samples)]),
+            np.concatenate([_NOTHING, *(sample.labels for sample in samples)]),
             [len(sample.ids) for sample in samples],
             [sample.full_length for sample in samples],
             [sample.label_tokens for sample in samples],
             [sample.loads for sample in samples],
         )
 
-    def _sample(self, index: int) -> Tokens:
+    def _sample(self, epoch: int, index: int) -> Tokens:
+        name = self._source.name(index)
         try:
-            item = self._dataset[index]
+            item = self._source.read(epoch, index)
+        except Ended:
+            return Tokens(_NOTHING, _NOTHING, ABSENT, 0, (0,) * len(self._cost.loads))
+        try:
             ids, labels = np.asarray(item["input_ids"]), np.asarray(item["labels"])
             loads = self._cost.loads_of(item)
-        except InputError as error:
-            raise InputError(f"sample {index}: {error}") from error
         except Exception as error:
-            raise EkeError(f"sample {index}: {type(error).__name__}: {error}") from error
+            raise failure(name, error) from error
         integers = {ids.dtype.kind, labels.dtype.kind} <= {"i", "u"}
         if ids.ndim != 1 or ids.shape != labels.shape or (ids.size and not integers):
             raise InputError(
-                f"sample {index} is not a sequence of tokens with a label each",
+                f"{name} is not a sequence of tokens with a label each",
                 value=f"input_ids {ids.dtype}{ids.shape}, labels {labels.dtype}{labels.shape}",
                 rule="both are integers of one shape [T]",
             )
@@ -95,15 +102,14 @@ class _ChunkDataset:
         )
 
 
-class _Chunks:
-    """A sampler whose chunks are set before each pass."""
+class _Requests:
+    """A sampler whose requests are set before each pass."""
 
     def __init__(self) -> None:
-        self.indices: list[int] = []
-        self.size = 1
+        self.all: list[_Request] = []
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (self.indices[i : i + self.size] for i in range(0, len(self.indices), self.size))
+    def __iter__(self) -> Iterator[_Request]:
+        return iter(self.all)
 
 
 def _same(chunk: Any) -> Any:
@@ -127,10 +133,20 @@ def _begin_worker(_: int) -> None:
         threading.Thread(target=follow, name="follow-trainer", daemon=True).start()
 
 
+def _begin_unseen(worker: int) -> None:
+    """Begin a worker whose dataset does not know that it is one of torch's: many iterables, Hugging
+    Face's among them, give a part of their samples only if they do."""
+    _begin_worker(worker)
+    torch.utils.data._utils.worker._worker_info = None
+    if torch.utils.data.get_worker_info() is not None:
+        raise RuntimeError("torch no longer lets a worker of it look like a process of its own")
+
+
 class SampleFetcher:
     """Fetches samples by index.
 
     Args:
+        ranks: how many processes share the samples of an iterable.
         limit: longer samples are cut to this many tokens; `None` cuts nothing.
         most: the most samples in one `take`; so many can be prefetched.
         start_method: how workers start: "fork", "spawn", "forkserver"; `None` for the default.
@@ -138,31 +154,79 @@ class SampleFetcher:
 
     def __init__(
         self,
-        dataset: SampleDataset,
+        source: Source,
         *,
         limit: int | None,
         most: int,
         num_workers: int,
         start_method: str | None,
         cost: CostModel | None = None,
+        ranks: int = 1,
     ) -> None:
-        self._dataset = _ChunkDataset(dataset, limit, cost or CostModel())
+        self._source, self._ranks = source, ranks
+        self._dataset = _ChunkDataset(source, limit, cost or CostModel())
         self._num_workers, self._start_method = num_workers, start_method
-        self._chunks = _Chunks()
-        self._chunks.size = max(1, min(CHUNK_SAMPLES, -(-most // max(1, num_workers))))
-        self._ahead = -(-most // (self._chunks.size * max(1, num_workers)))
+        self._requests = _Requests()
+        self._chunk_size = max(1, min(CHUNK_SAMPLES, -(-most // max(1, num_workers))))
+        self._ahead = -(-most // (self._chunk_size * max(1, num_workers)))
         self._loader: DataLoader[_Chunk] | None = None
         self._pass: Iterator[_Chunk] | None = None
 
-    def take(self, indices: list[int]) -> list[Tokens]:
+    def take(self, indices: list[int], epoch: int = 0) -> list[Tokens]:
         """The samples at `indices`.
 
         Raises:
             InputError: a sample is malformed, or the dataset raised one.
             EkeError: the dataset raised something else, or a worker died.
         """
+        requests = self._requests_for(indices, epoch)
+        samples = self._take(requests)
+        order = chain.from_iterable(request.indices for request in requests)
+        found = dict(zip(order, samples, strict=True))
+        return [found[index] for index in indices]
+
+    def first(self, epoch: int) -> str:
+        """What all who read an iterable must agree on: the sample that it begins with, as a digest.
+
+        Raises:
+            InputError: this rank's workers do not agree, or as for `take`.
+            EkeError: as for `take`.
+        """
+        samples = self._take([_Request(epoch, [0])] * max(1, self._num_workers))
+        digests = [
+            hashlib.blake2b(s.ids.tobytes() + s.labels.tobytes(), digest_size=8).hexdigest()
+            for s in samples
+        ]
+        if len(set(digests)) > 1:
+            raise InputError(
+                "the dataset begins with another sample in each worker",
+                rule="in every worker it gives all its samples, in one order",
+                fix="Take its order from a seed and the epoch, and leave sharing out to the loader",
+            )
+        return digests[0]
+
+    def _requests_for(self, indices: list[int], epoch: int) -> list[_Request]:
+        """Chunks of the indices; of an iterable, those of each worker ascending, by turns.
+
+        torch gives the chunks of a pass to its workers in turns. If it did not, workers would read
+        more than they need to.
+        """
+        if isinstance(self._source, Items):
+            return [_Request(epoch, chunk) for chunk in self._chunks(indices)]
+        workers = max(1, self._num_workers)
+        shares: list[list[int]] = [[] for _ in range(workers)]
+        for index in sorted(indices):
+            shares[index // self._ranks % workers].append(index)
+        rows = zip_longest(*map(self._chunks, shares), fillvalue=list[int]())
+        return [_Request(epoch, chunk) for row in rows for chunk in row]
+
+    def _chunks(self, indices: list[int]) -> list[list[int]]:
+        size = self._chunk_size
+        return [indices[at : at + size] for at in range(0, len(indices), size)]
+
+    def _take(self, requests: list[_Request]) -> list[Tokens]:
         try:
-            self._begin(indices)
+            self._begin(requests)
             if self._pass is None:
                 return []
             samples = [sample for chunk in self._pass for sample in _unpack(chunk)]
@@ -189,6 +253,7 @@ class SampleFetcher:
         """End the workers; harmless when there are none."""
         # torch ends them when the last reference to its iterator goes.
         self._pass = self._loader = None
+        self._source.close()
 
     def kill(self) -> None:
         """End the workers at once; a `take` in another thread then fails."""
@@ -196,23 +261,24 @@ class SampleFetcher:
         for worker in workers:
             worker.kill()
 
-    def _begin(self, indices: list[int]) -> None:
-        self._chunks.indices = list(indices)
+    def _begin(self, requests: list[_Request]) -> None:
+        self._requests.all = requests
         self._pass = None
         if not self._num_workers:
-            self._pass = map(self._dataset.__getitem__, self._chunks)
+            self._pass = map(self._dataset.__getitem__, requests)
         elif self._loader is not None:
             self._pass = iter(self._loader)
         else:  # even for no samples: where the first is taken is where workers should be started
+            by_item = isinstance(self._source, Items)
             self._loader = DataLoader(
                 self._dataset,  # type: ignore[arg-type]
                 batch_size=None,
-                sampler=self._chunks,
+                sampler=self._requests,
                 collate_fn=_same,
                 num_workers=self._num_workers,
                 prefetch_factor=self._ahead,
                 persistent_workers=True,
-                worker_init_fn=_begin_worker,
+                worker_init_fn=_begin_worker if by_item else _begin_unseen,
                 multiprocessing_context=self._start_method,
                 # Its own generator, so that starting a pass draws nothing from the global one.
                 generator=torch.Generator(),

@@ -17,7 +17,7 @@ import multiprocessing
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, get_args
@@ -27,10 +27,11 @@ from eke.batching.arguments import flag, one_of, whole_number
 from eke.batching.batch import Block, Loss, MicroBatch, Tokens, collate
 from eke.batching.cost import CostModel
 from eke.batching.exchange import Exchange, exchange_of_job
-from eke.batching.fetch import SampleDataset, SampleFetcher
-from eke.batching.order import Order, Place
+from eke.batching.fetch import SampleFetcher
+from eke.batching.order import Place
 from eke.batching.planner import BlockPlan, PerStep, Rules
 from eke.batching.round_maker import Round, RoundMaker
+from eke.batching.source import SampleDataset, source_of
 from eke.batching.state import Counts, Progress, progress_of
 from eke.batching.stats import LoaderStats
 from eke.batching.tally import tally
@@ -50,9 +51,11 @@ class DynamicLoader:
     called on all ranks in the same order; `stop` and `close` are not.
 
     Args:
-        dataset: map-style, the whole dataset on every rank; item i is a mapping with `input_ids`
-            and `labels` (integers [T]) and always the same. Its `fingerprint`, if it is a
-            string, must agree when a state is loaded. Items of no tokens are dropped and counted.
+        dataset: map-style or iterable, the whole dataset on every rank; an item is a mapping with
+            `input_ids` and `labels` (integers [T]), and always the same for the same index, or
+            place in an epoch. Of an iterable `num_shards` with `shard`, `skip` and `set_epoch` are
+            used if it has them. Its `fingerprint`, if it is a string, must agree when a state is
+            loaded. Items of no tokens are dropped and counted.
         micro_tokens: most tokens of one micro-batch, padding included.
         per_step: what an optimizer step consumes over all ranks: `tokens:N` (about N) or
             `samples:N` (exactly N, but for the last step of an epoch).
@@ -61,7 +64,8 @@ class DynamicLoader:
         overlength: what becomes of a sample of more than `micro_tokens` tokens: `error` ends all
             ranks, `truncate` keeps its first tokens, `skip` drops it, `solo` gives it a
             micro-batch of its own; each counted in `stats.counts`.
-        shuffle: a new order each epoch, from `seed`; else the dataset's order.
+        shuffle: a new order each epoch, from `seed`; else the dataset's order. Of an iterable the
+            samples of a round, a window on every rank, change places; nothing comes from further.
         epochs: end after so many epochs; `None` never ends.
         packing: micro-batches without padding, samples end to end in one row.
         wait_rounds: how many rounds a sample may wait for one that it fills better, 0 or 1; only
@@ -83,7 +87,7 @@ class DynamicLoader:
 
     def __init__(
         self,
-        dataset: SampleDataset,
+        dataset: SampleDataset | Iterable[Any],
         *,
         micro_tokens: int,
         per_step: str,
@@ -127,18 +131,11 @@ class DynamicLoader:
         step = PerStep.parse(per_step)
         cost = cost or CostModel()
         rules = Rules(micro_tokens, step, cost, packing, wait_rounds, move_samples)
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise InputError(
-                "the dataset cannot be read",
-                value=type(dataset).__name__,
-                rule="it is map-style: it has __len__ and __getitem__",
-            )
-        samples = len(dataset)
-        if samples == 0:
-            raise InputError("the dataset has no samples", fix="Check the data's files and filters")
+        source = source_of(dataset)
         fingerprint = getattr(dataset, "fingerprint", None)
         self._config: dict[str, Any] = {
-            "dataset_length": samples,
+            "dataset_length": source.samples,
+            "dataset_parts": source.parts,
             "dataset_fingerprint": fingerprint if isinstance(fingerprint, str) else None,
             "micro_tokens": micro_tokens,
             "per_step": per_step,
@@ -154,19 +151,20 @@ class DynamicLoader:
         self._pad_token_id, self._epochs = pad_token_id, epochs
         self._exchange = exchange_of_job(patience_s) if exchange is None else exchange
         self._rank, self._size = self._exchange.rank, self._exchange.size
-        self._order = Order(samples, seed, shuffle)
+        self._order = source.order(seed, shuffle)
         round_samples = window * self._size
         if rules.per_step.unit == "samples":
             # Whole steps, so that a round leaves nothing over unless it drops samples.
             n = rules.per_step.amount
             round_samples = max(1, round_samples // n) * n
         self._fetcher = SampleFetcher(
-            dataset,
+            source,
             limit=micro_tokens if overlength == "truncate" else None,
             most=-(-round_samples // self._size),
             num_workers=num_workers,
             start_method=start_method,
             cost=rules.cost,
+            ranks=self._size,
         )
         workers = "some" if num_workers else "none"
         manner = {"epochs": epochs, "num_workers": workers, "eke": __version__}

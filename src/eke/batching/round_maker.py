@@ -7,6 +7,7 @@ round before it trains. A round depends on where it starts and on nothing else.
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,8 @@ import numpy as np
 
 from eke.batching.batch import Tokens
 from eke.batching.exchange import Exchange
-from eke.batching.fetch import SampleFetcher
-from eke.batching.order import Order, Place
+from eke.batching.fetch import ABSENT, SampleFetcher
+from eke.batching.order import AnyOrder, Place
 from eke.batching.parcel import opened, parcel
 from eke.batching.planner import BlockPlan, Rules, Sample, plan_round
 from eke.batching.rounds import Offer, conclude, read
@@ -78,7 +79,7 @@ class RoundMaker:
 
     exchange: Exchange
     fetcher: SampleFetcher
-    order: Order
+    order: AnyOrder
     rules: Rules
     overlength: Overlength
     round_samples: int
@@ -105,20 +106,27 @@ class RoundMaker:
         allowed = self.rules.micro_tokens
         triage = Triage(start.micro_tokens, self.overlength, shares, allowed=allowed)
         taken: list[int] = []
-        first, waited = True, [0] * size
+        absent: list[int] = []
+        first, waited, known = True, [0] * size, start.place
         while first or triage.filled(rules.per_step) < rules.per_step.amount:
-            if not first and self.order.is_exhausted(made.after):
+            if not first and self.order.is_exhausted(known):
                 break
+            # Not from `known`: so all that the round takes is one window from where it starts.
             fresh, made.after = self.order.window(made.after, self.round_samples)
             taken += fresh
-            asked = [[*(waiting[r] if first else ()), *fresh[r::size]] for r in range(size)]
-            made.stop, sizes = self._hear(asked[rank], kept, start, made, stop)
+            dealt = self.order.deal(fresh, size)
+            asked = [[*(waiting[r] if first else ()), *dealt[r]] for r in range(size)]
+            made.stop, sizes = self._hear(asked[rank], kept, start, made, stop, first)
             if made.stop:
                 return made
             for row in zip_longest(*map(_samples, asked, sizes)):
                 for owner, sample in enumerate(row):
-                    if sample is not None:
+                    if sample is not None and sample.length == ABSENT:
+                        absent.append(sample.index)
+                    elif sample is not None:
                         triage.add(owner, sample)
+            gone = set(absent)
+            known = self.order.ended(made.after, gone, (i for i in taken if i not in gone))
             if first:
                 old = [set(one) for one in waiting]
                 waited = [
@@ -128,8 +136,13 @@ class RoundMaker:
             first = False
         made.arrival = {index: n for n, index in enumerate([*chain(*waiting), *taken])}
         began = time.perf_counter()
-        last = self.order.is_exhausted(made.after)
+        made.after, last = known, self.order.is_exhausted(known)
         seed = _seed(self.config["seed"], start)
+        if self.order.shuffles_rounds:
+            for share, old_ones in zip(triage.shares, waited, strict=True):
+                fresh_ones = share[old_ones:]
+                random.Random(f"{seed}/{len(fresh_ones)}").shuffle(fresh_ones)
+                share[old_ones:] = fresh_ones
         planned = plan_round(triage.shares, rules, rng_seed=seed, waited=waited, last=last)
         made.plan_s = time.perf_counter() - began
         self._settle(made, planned.blocks, planned.waiting, triage, taken, last)
@@ -143,16 +156,20 @@ class RoundMaker:
         start: Progress,
         made: Round,
         stop: str,
+        first: bool,
     ) -> tuple[str, list[Any]]:
         """Fetch this rank's samples, and get what all ranks say: why they stop, and their sizes."""
         standing = {**self.config, **self.manner, "position": start.position()}
         standing["micro_tokens"] = start.micro_tokens
         began = time.perf_counter()
-        offer, fault = Offer(standing, stop=stop), None
+        offer, fault, begins = Offer(standing, stop=stop), None, ""
         if not stop:
             try:
+                epoch = start.place.epoch
+                if first and self.order.n is None and start.place == Place(epoch):
+                    begins = self.fetcher.first(epoch)
                 wanted = [index for index in mine if index not in kept]
-                fetched = dict(zip(wanted, self.fetcher.take(wanted), strict=True))
+                fetched = dict(zip(wanted, self.fetcher.take(wanted, epoch), strict=True))
             except EkeError as error:
                 offer = Offer(standing, fault=str(error), input_fault=isinstance(error, InputError))
                 fault = error
@@ -161,7 +178,8 @@ class RoundMaker:
                 if self.overlength == "truncate":
                     fetched = {i: t.cut(start.micro_tokens) for i, t in fetched.items()}
                 made.samples |= fetched
-                offer = Offer(standing, _sizes([made.samples[i] for i in mine]))
+                sizes = _sizes([made.samples[i] for i in mine])
+                offer = Offer(standing, sizes, begins=begins)
         middle = time.perf_counter()
         offers = [read(data) for data in self.exchange.gather(offer.data())]
         made.fetch_s += middle - began
@@ -189,6 +207,12 @@ class RoundMaker:
             rest = tuple(index for index in taken if index in short)
             made.after = replace(made.after, pending=rest + made.after.pending)
         if not plans and not any(waiting) and start.place == Place(start.place.epoch):
+            if not triage.empty and not triage.skipped:
+                raise InputError(
+                    f"the dataset gave no samples in epoch {start.place.epoch}",
+                    rule="it begins again each time that it is iterated",
+                    fix="Check its files and filters, and that __iter__ makes a new iterator",
+                )
             raise InputError(
                 f"no sample of the dataset is usable: {len(triage.empty)} have no tokens, "
                 f"{len(triage.skipped)} are longer than micro_tokens = {start.micro_tokens}",

@@ -36,6 +36,8 @@ class Offer:
         stop: why this rank wishes to stop after the rounds so far; "" if it does not.
         fault: what went wrong here; "" if nothing did.
         input_fault: whether that is the user's to mend.
+        begins: a digest of the sample that an iterable's epoch begins with, in its first round; ""
+            where it was not read, as by a rank that wishes to stop.
     """
 
     standing: dict[str, Any]
@@ -43,6 +45,7 @@ class Offer:
     stop: str = ""
     fault: str = ""
     input_fault: bool = False
+    begins: str = ""
 
     def data(self) -> bytes:
         """As bytes for the other ranks."""
@@ -52,6 +55,7 @@ class Offer:
             "stop": self.stop,
             "fault": self.fault,
             "input_fault": self.input_fault,
+            "begins": self.begins,
         }
         text = json.dumps(told, separators=(",", ":")).encode()
         return len(text).to_bytes(_HEAD, "little") + text + self.sizes.astype("<i8").tobytes()
@@ -88,6 +92,14 @@ def conclude(offers: Sequence[Offer]) -> str:
                 value={key: offer.standing.get(key) for key in differing},
                 rule=f"rank 0 has { ({key: first.get(key) for key in differing})!r}",
                 fix="Give all ranks the same data, the same settings and the same state",
+            )
+    begun = [(rank, offer.begins) for rank, offer in enumerate(offers) if offer.begins]
+    for rank, begins in begun:
+        if begins != begun[0][1]:
+            raise InputError(
+                f"the datasets of rank {begun[0][0]} and rank {rank} begin with different samples",
+                rule="an iterable gives all its samples, in one order, on every rank",
+                fix="Take its order from a seed and the epoch, and leave sharing out to the loader",
             )
     stops = [(rank, offer.stop) for rank, offer in enumerate(offers) if offer.stop]
     if not stops:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from eke.batching.order import Order, Place
+from eke.batching.order import AnyOrder, Place
 from eke.errors import InputError
 from eke.version import __version__
 
@@ -69,6 +70,7 @@ class Progress:
             "epoch": self.place.epoch,
             "cursor": self.place.cursor,
             "pending": list(self.place.pending),
+            "ended": list(self.place.ended),
             "taken": self.taken,
             "delivered": list(self.delivered),
             "dropped": list(self.dropped),
@@ -79,14 +81,14 @@ class Progress:
 
     def position(self) -> dict[str, Any]:
         """Where it stands, for ranks to compare: two that differ in any sample differ in this."""
-        lists = [self.place.pending, self.waiting, self.taken, self.delivered, self.dropped]
-        samples = hashlib.blake2b(json.dumps(lists).encode(), digest_size=8).hexdigest()
         place = self.place
+        lists = [place.pending, place.ended, self.waiting, self.taken, self.delivered, self.dropped]
+        samples = hashlib.blake2b(json.dumps(lists).encode(), digest_size=8).hexdigest()
         return {
             "epoch": place.epoch, "cursor": place.cursor, "block": self.block, "samples": samples
         }  # fmt: skip
 
-    def move_to(self, order: Order, world_size: int, micro_tokens: int) -> Progress:
+    def move_to(self, order: AnyOrder, world_size: int, micro_tokens: int) -> Progress:
         """The same progress for so many ranks, this cap and this eke.
 
         If any is another, the round ends here: what is left of it goes first in the next one.
@@ -98,12 +100,17 @@ class Progress:
         done = {*self.delivered, *self.dropped}
         own = [index for one in self.waiting for index in one]
         rest = tuple(index for index in (*own, *indices) if index not in done)
-        place = Place(after.epoch, after.cursor, rest + after.pending)
+        place = replace(after, pending=rest + after.pending)
         return Progress(place, self.block, world_size, micro_tokens, self.counts)
 
 
-def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: int) -> Progress:
+def progress_of(
+    state: Mapping[str, Any], config: Mapping[str, Any], samples: int | None
+) -> Progress:
     """Read a state that `Progress.to_json` wrote.
+
+    Args:
+        samples: how many the dataset has; `None` if nobody knows.
 
     Raises:
         InputError: it was written under another configuration, by a newer eke, or is damaged.
@@ -132,7 +139,12 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
         )
     try:
         progress = Progress(
-            Place(int(state["epoch"]), int(state["cursor"]), tuple(map(int, state["pending"]))),
+            Place(
+                int(state["epoch"]),
+                int(state["cursor"]),
+                tuple(map(int, state["pending"])),
+                tuple(map(int, state["ended"])),
+            ),
             block=int(state["block"]),
             world_size=int(state["world_size"]),
             micro_tokens=int(state["micro_tokens"]),
@@ -145,11 +157,11 @@ def progress_of(state: Mapping[str, Any], config: Mapping[str, Any], samples: in
         )
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise _damaged(f"{type(error).__name__}: {error}") from error
-    _check(progress, samples)
+    _check(progress, math.inf if samples is None else samples, config.get("dataset_parts") or 0)
     return progress
 
 
-def _check(progress: Progress, samples: int) -> None:
+def _check(progress: Progress, samples: float, parts: int) -> None:
     """Refuse what no loader can have written; a sample named twice would be seen twice.
 
     Raises:
@@ -165,6 +177,8 @@ def _check(progress: Progress, samples: int) -> None:
     if len(progress.waiting) not in (0, progress.world_size):
         raise _damaged(f"waiting of {len(progress.waiting)} ranks, of {progress.world_size}")
     ahead = [*place.pending, *(index for one in progress.waiting for index in one)]
+    if list(place.ended) != sorted({*range(parts)} & {*place.ended}):
+        raise _damaged(f"ended {place.ended}, of {parts} parts")
     for indices in (ahead, [*progress.delivered, *progress.dropped]):
         if any(not 0 <= index < samples for index in indices):
             raise _damaged(f"a sample outside 0..{samples - 1}")
