@@ -732,3 +732,28 @@ def test_a_killed_worker_ends_the_loader_with_an_error() -> None:
     with loader, pytest.raises(EkeError, match=r"worker \(pid\(s\) \d+\) exited unexpectedly"):
         list(loader.blocks())
     assert loader.stats.samples == 64
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_micro_batches_are_pinned_where_there_is_cuda(
+    token_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    """A stand-in for CUDA: memory is not pinned here, but it is seen which tensors would be."""
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        pinned.append(copy.data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    runs = []
+    for asked in (False, True):
+        settings = {**SETTINGS, "epochs": 1, "pin_memory": asked}
+        with DynamicLoader(token_dataset(LENGTHS), **settings) as loader:
+            blocks = list(loader.blocks())
+        tensors = [tensor for block in blocks for mb in block for tensor in mb.values()]
+        assert [t.data_ptr() for t in tensors if asked and there] == pinned
+        runs.append([content(block) for block in blocks])
+    assert runs[0] == runs[1]

@@ -3,6 +3,7 @@
 from eke.batching.batch import Block, MicroBatch
 from eke.batching.cost import CostModel, Load
 from eke.batching.exchange import Alone, Exchange
+from eke.batching.extra import Shape
 from eke.batching.loader import DynamicLoader
 from eke.batching.stats import LoaderStats
 
@@ -15,4 +16,5 @@ __all__ = [
     "Load",
     "LoaderStats",
     "MicroBatch",
+    "Shape",
 ]

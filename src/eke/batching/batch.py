@@ -11,7 +11,7 @@ Shapes: B samples in the micro-batch, T tokens in the longest of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +42,7 @@ class Tokens:
         full_length: tokens before truncation.
         label_tokens: labels that train, after the causal shift.
         loads: what it takes of each further resource of the cost model.
+        item: the sample as the dataset gave it, where a `collate` of the user asks for it.
     """
 
     ids: NDArray[np.int64]
@@ -49,6 +50,7 @@ class Tokens:
     full_length: int
     label_tokens: int
     loads: tuple[int, ...] = ()
+    item: Any = None
 
     def cut(self, limit: int) -> Tokens:
         """Its first `limit` tokens."""
@@ -56,7 +58,7 @@ class Tokens:
             return self
         labels = self.labels[:limit]
         trained = int(np.count_nonzero(labels[1:] != IGNORED))
-        return Tokens(self.ids[:limit], labels, self.full_length, trained, self.loads)
+        return replace(self, ids=self.ids[:limit], labels=labels, label_tokens=trained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +103,7 @@ class MicroBatch(Mapping[str, Tensor]):
     @property
     def is_packed(self) -> bool:
         """True if it has no padding."""
-        return "position_ids" in self.tensors
+        return "attention_mask" not in self.tensors
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -158,6 +160,15 @@ class MicroBatch(Mapping[str, Tensor]):
         if dtype == torch.bool:
             return sees_TT
         return torch.zeros_like(sees_TT, dtype=dtype).masked_fill(~sees_TT, torch.finfo(dtype).min)
+
+    def pinned(self) -> MicroBatch:
+        """The same in pinned memory, from which `.to("cuda", non_blocking=True)` copies while the
+        GPU computes. Tensors that are on a device stay there."""
+        tensors = {
+            name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return replace(self, tensors=tensors)
 
     @property
     def is_dummy(self) -> bool:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from eke.batching.batch import IGNORED, Tokens
 from eke.batching.cost import CostModel
+from eke.batching.extra import received, sent
 from eke.batching.source import Ended, Items, Source, failure
 from eke.errors import EkeError, InputError
 
@@ -55,13 +56,17 @@ class _Chunk(NamedTuple):
     full_lengths: list[int]
     label_tokens: list[int]
     loads: list[tuple[int, ...]]
+    items: list[Any]
 
 
 class _ChunkDataset:
     """What a request asks for, as a `_Chunk`."""
 
-    def __init__(self, source: Source, limit: int | None, cost: CostModel) -> None:
+    def __init__(
+        self, source: Source, limit: int | None, cost: CostModel, keep_items: bool
+    ) -> None:
         self._source, self._limit, self._cost = source, limit, cost
+        self._keep_items = keep_items
 
     def __getitem__(self, request: _Request) -> _Chunk:
         samples = [self._sample(request.epoch, index) for index in request.indices]
@@ -72,6 +77,7 @@ class _ChunkDataset:
             [sample.full_length for sample in samples],
             [sample.label_tokens for sample in samples],
             [sample.loads for sample in samples],
+            [sent(sample.item) for sample in samples],
         )
 
     def _sample(self, epoch: int, index: int) -> Tokens:
@@ -99,6 +105,7 @@ class _ChunkDataset:
             full_length=len(ids),
             label_tokens=int(np.count_nonzero(labels[1:] != IGNORED)),
             loads=loads,
+            item=item if self._keep_items else None,
         )
 
 
@@ -147,6 +154,7 @@ class SampleFetcher:
 
     Args:
         ranks: how many processes share the samples of an iterable.
+        keep_items: bring samples whole, besides their tokens.
         limit: longer samples are cut to this many tokens; `None` cuts nothing.
         most: the most samples in one `take`; so many can be prefetched.
         start_method: how workers start: "fork", "spawn", "forkserver"; `None` for the default.
@@ -162,9 +170,10 @@ class SampleFetcher:
         start_method: str | None,
         cost: CostModel | None = None,
         ranks: int = 1,
+        keep_items: bool = False,
     ) -> None:
         self._source, self._ranks = source, ranks
-        self._dataset = _ChunkDataset(source, limit, cost or CostModel())
+        self._dataset = _ChunkDataset(source, limit, cost or CostModel(), keep_items)
         self._num_workers, self._start_method = num_workers, start_method
         self._requests = _Requests()
         self._chunk_size = max(1, min(CHUNK_SAMPLES, -(-most // max(1, num_workers))))
@@ -308,10 +317,9 @@ def _message(error: Exception) -> str:
 
 def _unpack(chunk: _Chunk) -> Iterator[Tokens]:
     start = 0
-    for length, full_length, label_tokens, loads in zip(
-        chunk.lengths, chunk.full_lengths, chunk.label_tokens, chunk.loads, strict=True
-    ):
+    each = (chunk.lengths, chunk.full_lengths, chunk.label_tokens, chunk.loads, chunk.items)
+    for length, full_length, label_tokens, loads, item in zip(*each, strict=True):
         stop = start + length
         ids, labels = chunk.ids[start:stop], chunk.labels[start:stop]
-        yield Tokens(ids, labels, full_length, label_tokens, loads)
+        yield Tokens(ids, labels, full_length, label_tokens, loads, received(item))
         start = stop

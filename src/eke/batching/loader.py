@@ -22,14 +22,18 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, get_args
 
+import torch
+
 from eke.batching.ahead import Ahead
 from eke.batching.arguments import flag, one_of, whole_number
-from eke.batching.batch import Block, Loss, MicroBatch, Tokens, collate
+from eke.batching.batch import Block, Loss, MicroBatch, Tokens
+from eke.batching.batch import collate as collate_tokens
 from eke.batching.cost import CostModel
 from eke.batching.exchange import Exchange, exchange_of_job
+from eke.batching.extra import Collate, with_extra
 from eke.batching.fetch import SampleFetcher
 from eke.batching.order import Place
-from eke.batching.planner import BlockPlan, PerStep, Rules
+from eke.batching.planner import BlockPlan, Group, PerStep, Rules
 from eke.batching.round_maker import Round, RoundMaker
 from eke.batching.source import SampleDataset, source_of
 from eke.batching.state import Counts, Progress, progress_of
@@ -78,6 +82,11 @@ class DynamicLoader:
         cost: how long a micro-batch takes, and what else than tokens is capped.
         loss: what the loss of a step is the mean of: `token`, its label tokens; `sample`, its
             samples' mean token losses; `sequence`, its samples' summed token losses.
+        collate: `collate(samples, shape)`, a function from the samples of a micro-batch, as the
+            dataset gave them, and its `Shape` to further tensors by name, which the micro-batch has
+            too. Samples then never move to another rank: counting in samples, a step has an equal
+            part of each rank's, of its whole round, instead of the next ones of the epoch.
+        pin_memory: micro-batches are in pinned memory where there is CUDA; not yet run on hardware.
         patience: how long a rank may keep the others waiting, "10m" for example.
         exchange: how to reach the other ranks; by default those of the torch.distributed job.
 
@@ -104,6 +113,8 @@ class DynamicLoader:
         move_samples: bool = True,
         cost: CostModel | None = None,
         loss: Loss = "token",
+        collate: Collate | None = None,
+        pin_memory: bool = False,
         patience: float | str = "10m",
         exchange: Exchange | None = None,
     ) -> None:
@@ -128,8 +139,12 @@ class DynamicLoader:
         if not 0 < patience_s < 1e9:
             rule = "it is above 0 and below 30 years"
             raise InputError("the loader's patience is out of range", value=patience, rule=rule)
+        if collate is not None and not callable(collate):
+            raise InputError("collate is not a function", value=collate)
         step = PerStep.parse(per_step)
         cost = cost or CostModel()
+        move_samples = move_samples and collate is None
+        pin_memory = flag("pin_memory", pin_memory)
         rules = Rules(micro_tokens, step, cost, packing, wait_rounds, move_samples)
         source = source_of(dataset)
         fingerprint = getattr(dataset, "fingerprint", None)
@@ -147,6 +162,9 @@ class DynamicLoader:
         self._config |= {"packing": packing, "wait_rounds": wait_rounds, "cost": rules.cost.name()}
         self._config["move_samples"] = move_samples
         self._config["loss"] = self._loss = loss
+        self._config["collate"] = None if collate is None else "own"
+        self._collate = collate
+        self._pins = pin_memory and torch.cuda.is_available()
         self._micro_tokens, self._overlength = micro_tokens, overlength
         self._pad_token_id, self._epochs = pad_token_id, epochs
         self._exchange = exchange_of_job(patience_s) if exchange is None else exchange
@@ -165,6 +183,7 @@ class DynamicLoader:
             start_method=start_method,
             cost=rules.cost,
             ranks=self._size,
+            keep_items=collate is not None,
         )
         workers = "some" if num_workers else "none"
         manner = {"epochs": epochs, "num_workers": workers, "eke": __version__}
@@ -342,16 +361,9 @@ class DynamicLoader:
         label_tokens = sum(sample.label_tokens for sample in samples)
         parts = label_tokens if self._loss == "token" else sum(s.label_tokens > 0 for s in samples)
         scale = self._size / parts if parts else 0.0
+        packed = plan.rules.packed
         micro_batches = tuple(
-            collate(
-                [self._samples[sample.index] for sample in step[self._rank]],
-                [(epoch, sample.index) for sample in step[self._rank]],
-                pad_token_id=self._pad_token_id,
-                scale=scale,
-                packed=plan.rules.packed,
-                loss=self._loss,
-            )
-            for step in plan.steps
+            self._micro_batch(step[self._rank], epoch, scale, packed) for step in plan.steps
         )
         # Not before: an interrupt up to here leaves the block to whoever goes on.
         self._queue.popleft()
@@ -375,6 +387,21 @@ class DynamicLoader:
             loss_parts=parts,
             position=self.state_dict(),
         )
+
+    def _micro_batch(self, group: Group, epoch: int, scale: float, packed: bool) -> MicroBatch:
+        samples = [self._samples[sample.index] for sample in group]
+        micro_batch = collate_tokens(
+            samples,
+            [(epoch, sample.index) for sample in group],
+            pad_token_id=self._pad_token_id,
+            scale=scale,
+            packed=packed,
+            loss=self._loss,
+        )
+        if self._collate is not None:
+            items = [sample.item for sample in samples]
+            micro_batch = with_extra(micro_batch, items, self._collate)
+        return micro_batch.pinned() if self._pins else micro_batch
 
     def _advance(self, plan: BlockPlan) -> None:
         """Count `plan` as delivered."""
