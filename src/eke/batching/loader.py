@@ -143,9 +143,9 @@ class DynamicLoader:
             raise InputError("collate is not a function", value=collate)
         step = PerStep.parse(per_step)
         cost = cost or CostModel()
-        move_samples = move_samples and collate is None
+        moved = move_samples and collate is None  # whole samples are not sent
         pin_memory = flag("pin_memory", pin_memory)
-        rules = Rules(micro_tokens, step, cost, packing, wait_rounds, move_samples)
+        rules = Rules(micro_tokens, step, cost, packing, wait_rounds, moved)
         source = source_of(dataset)
         fingerprint = getattr(dataset, "fingerprint", None)
         self._config: dict[str, Any] = {
