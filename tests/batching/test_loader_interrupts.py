@@ -134,7 +134,7 @@ def test_an_interrupt_while_a_block_is_made_leaves_it_to_whoever_goes_on(
         pressed.append(False)
         return collate(*args, **settings)
 
-    monkeypatch.setattr(loading, "collate", interrupted)
+    monkeypatch.setattr(loading, "collate_tokens", interrupted)
     found: list[tuple[int, int]] = []
     with DynamicLoader(token_dataset([4] * 40), epochs=1, **SETTINGS) as loader:
         while loader.state_dict()["epoch"] == 0:
