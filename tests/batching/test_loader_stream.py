@@ -256,6 +256,28 @@ def test_a_resume_skips_if_the_dataset_can_and_else_reads_again(
                 assert least <= len(numbers) <= most
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("move", [False, True])
+def test_samples_that_open_the_next_round_are_not_read_again(
+    token_stream: MakeStream, run_ranks: RunRanks, ahead: bool, move: bool
+) -> None:
+    """Dropped samples leave the last step of each round short. An iterable cannot go back."""
+    lengths = [0 if i % 5 == 3 else 10 for i in range(300)]
+    for size in (1, 2):
+
+        def run(exchange: Exchange) -> Any:
+            dataset = token_stream(lengths)
+            config = {**SETTINGS, "per_step": "samples:8", "move_samples": move, "epochs": 2}
+            with DynamicLoader(dataset, exchange=exchange, **config) as loader:
+                loader._thread_ahead = ahead
+                return uids(list(loader.blocks())), dataset.given
+
+        results = run_all(run_ranks, size, run)
+        seen = sorted(itertools.chain(*(uids for uids, _ in results)))
+        assert seen == [(e, i) for e in range(2) for i in range(300) if i % 5 != 3]
+        assert [given for _, given in results] == [list(range(300)) * 2] * size
+
+
 class SharingItself(torch.utils.data.IterableDataset[Any]):
     """Gives each of torch's workers a part of its samples, as many iterables do."""
 

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from types import TracebackType
 from typing import Any, get_args
 
@@ -467,8 +468,9 @@ class DynamicLoader:
         if not self._queue:
             self._progress = after
         if self._thread_ahead and (end_epoch is None or after.place.epoch < end_epoch):
-            # What waits is this rank's still; what trains is taken out as it is delivered.
-            kept = {i: made.samples[i] for one in after.waiting for i in one if i in made.samples}
+            # What is left over is this rank's still; what trains is taken out as it is delivered.
+            over = chain(after.place.pending, *after.waiting)
+            kept = {i: made.samples[i] for i in over if i in made.samples}
             self._ahead = Ahead(lambda: self._make(after, kept), "eke-round")
 
     def _make(self, start: Progress, kept: dict[int, Tokens]) -> Round:

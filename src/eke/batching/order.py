@@ -107,11 +107,9 @@ class StreamOrder:
     def deal(self, indices: Sequence[int], ranks: int) -> list[list[int]]:
         """Whose each number of a window is, rank by rank.
 
-        In turns, where each rank has to pass over all of them anyway. Of several parts number i is
-        always rank i % ranks's, so that parts need not be read by more ranks than one.
+        Number i is always rank i % ranks's: so parts need not be read by more ranks than one, and
+        what is taken again has been read where it is asked for.
         """
-        if self._parts == 1:
-            return [list(indices[rank::ranks]) for rank in range(ranks)]
         return [[i for i in indices if i % ranks == rank] for rank in range(ranks)]
 
     def ended(self, place: Place, absent: Iterable[int], present: Iterable[int]) -> Place:

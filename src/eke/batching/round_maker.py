@@ -90,7 +90,7 @@ class RoundMaker:
         """The round at `start`, less what of it is delivered. A collective.
 
         Args:
-            kept: samples that this rank fetched for the round before, and that waited.
+            kept: samples that this rank fetched for the round before, and that wait or are pending.
             stop: why this rank wishes to stop before it.
 
         Raises:
@@ -246,6 +246,8 @@ class RoundMaker:
         keep = {index for index, r in placed.items() if r == rank}
         if made.waiting:
             keep |= set(made.waiting[rank])
+        # An iterable would be read again from its beginning to come by them.
+        keep |= set(made.after.pending)
         made.samples = {i: tokens for i, tokens in made.samples.items() if i in keep}
 
 

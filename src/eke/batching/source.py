@@ -2,9 +2,9 @@
 
 An iterable is read in *parts*: one, or as many as the dataset's own shards (48 at most, so that no
 process reads from more files at once than it can hold). Sample p of part s of S is number
-p * S + s. This number is a sample's name whatever the ranks and workers. One part is read by all W
-ranks and their V workers, and each keeps its share. Of several, rank i % W takes number i, and
-there worker i // W % V: where S is a multiple of W * V, each reads its own parts alone.
+p * S + s. This number is a sample's name whatever the ranks and workers. Of W ranks with V workers
+each, rank i % W takes number i, and there worker i // W % V: where S is a multiple of W * V, each
+reads its own parts alone; one part is read by all of them, and each keeps its share.
 
 Property: `read` gives the same sample for the same epoch and number, in any order of asking; it
 reads forward while numbers of a part grow, and begins anew, or skips, where they do not.
