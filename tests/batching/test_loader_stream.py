@@ -273,7 +273,7 @@ def test_samples_that_open_the_next_round_are_not_read_again(
                 return uids(list(loader.blocks())), dataset.given
 
         results = run_all(run_ranks, size, run)
-        seen = sorted(itertools.chain(*(uids for uids, _ in results)))
+        seen = sorted(itertools.chain(*(some for some, _ in results)))
         assert seen == [(e, i) for e in range(2) for i in range(300) if i % 5 != 3]
         assert [given for _, given in results] == [list(range(300)) * 2] * size
 

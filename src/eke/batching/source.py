@@ -23,6 +23,17 @@ from eke.errors import EkeError, InputError
 MOST_PARTS = 48
 """Most parts that an iterable is read in: a multiple of most numbers of ranks and workers."""
 
+READ_OVER = 1024
+"""So many samples are read, and dropped, before an iterable that has begun skips."""
+
+_DIVIDES = (
+    "ArrowExamplesIterable", "BufferShuffledExamplesIterable", "ExamplesIterable",
+    "FilteredExamplesIterable", "FormattedExamplesIterable", "InterleavedShardsExamplesIterable",
+    "MappedExamplesIterable", "RebatchedArrowExamplesIterable", "RepeatExamplesIterable",
+    "SelectColumnsIterable", "VerticallyConcatenatedMultiSourcesExamplesIterable",
+)  # fmt: skip
+"""The steps of Hugging Face's pipelines whose shards together have the samples of the whole."""
+
 
 class SampleDataset(Protocol):
     """A map-style dataset: item i is a mapping with `input_ids` and `labels`, integers [T].
@@ -78,7 +89,8 @@ class Stream:
 
     Of the dataset, these methods are used where it has them: `set_epoch(epoch)`, called before an
     epoch is read; `shard(num_shards=S, index=s)` together with the number `num_shards`, to read it
-    in parts; `skip(n)`, the same without its first n samples, so as not to read them.
+    in parts; `skip(n)`, the same without its first n samples, so as not to read them. Hugging
+    Face's are read in parts only if these are known to be the whole, and do not skip.
     """
 
     samples = None
@@ -86,8 +98,10 @@ class Stream:
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
         shards = getattr(dataset, "num_shards", None)
-        sharded = isinstance(shards, int) and shards > 0 and callable(_method(dataset, "shard"))
-        self.parts = min(int(shards or 1), MOST_PARTS) if sharded else 1
+        sharded = isinstance(shards, int) and shards > 0 and _method(dataset, "shard") is not None
+        self.parts = min(int(shards or 1), MOST_PARTS) if sharded and _divides(dataset) else 1
+        # Hugging Face's reads what it skips, and keeps another order than it skips in.
+        self._skips = _method(dataset, "skip") is not None and not _of_hugging_face(dataset)
         self._readers: dict[int, _Reader] = {}
 
     def order(self, seed: int, shuffle: bool) -> StreamOrder:
@@ -108,7 +122,9 @@ class Stream:
         """
         position, part = divmod(index, self.parts)
         reader = self._readers.get(part)
-        if reader is None or not reader.can_give(epoch, position):
+        # Where only the first sample was read, to compare it, what follows may be far.
+        far = self._skips and reader is not None and reader.at == 1 and position > READ_OVER
+        if reader is None or far or not reader.can_give(epoch, position):
             reader = self._readers[part] = _Reader(epoch, position)
         try:
             return reader.give(position, lambda: self._open(epoch, part, reader))
@@ -128,11 +144,12 @@ class Stream:
         dataset: Any = self._dataset
         _set_epoch(dataset, epoch)
         if self.parts > 1:
-            dataset = dataset.shard(num_shards=self.parts, index=part)
+            whole, dataset = dataset, dataset.shard(num_shards=self.parts, index=part)
+            _check_new("shard", whole, dataset)
             _set_epoch(dataset, epoch)
-        skip = _method(dataset, "skip")
-        if reader.goal and skip is not None:
-            dataset = skip(reader.goal)
+        if reader.goal and self._skips:
+            whole, dataset = dataset, dataset.skip(reader.goal)
+            _check_new("skip", whole, dataset)
             _set_epoch(dataset, epoch)
             reader.at = reader.goal
         return iter(dataset)
@@ -186,15 +203,19 @@ def source_of(dataset: Any) -> Source:
             value=f"an iterator, {type(dataset).__name__}",
             rule="it begins again each time that it is iterated: for every epoch, on every rank "
             "and in every worker, and after a resume",
-            fix="Give an object whose __iter__ makes a new iterator, not the iterator itself",
+            fix=_AGAIN,
         )
     if not hasattr(dataset, "__iter__"):
         raise InputError(
             "the dataset cannot be read",
             value=type(dataset).__name__,
             rule="it has __len__ and __getitem__, or __iter__",
+            fix=_AGAIN,
         )
     return Stream(dataset)
+
+
+_AGAIN = "Give a list, or an object whose __iter__ makes a new iterator each time"
 
 
 def failure(name: str, error: Exception) -> EkeError:
@@ -202,6 +223,42 @@ def failure(name: str, error: Exception) -> EkeError:
     if isinstance(error, InputError):
         return InputError(f"{name}: {error}")
     return EkeError(f"{name}: {type(error).__name__}: {error}")
+
+
+def _divides(dataset: Any) -> bool:
+    """Whether the shards of a dataset together have its samples, as far as is known.
+
+    Of Hugging Face's they have others after `take` and `skip`, of which each shard does a part,
+    after interleaving, and where a function is given numbers, which begin anew in each shard.
+    """
+    if not _of_hugging_face(dataset):
+        return True
+    steps: list[Any] = [getattr(dataset, "_ex_iterable", None)]
+    for step in steps:
+        if type(step).__name__ not in _DIVIDES or getattr(step, "with_indices", False):
+            return False
+        steps += getattr(step, "ex_iterables", [])
+        steps += [step.ex_iterable] if hasattr(step, "ex_iterable") else []
+    return True
+
+
+def _of_hugging_face(dataset: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(dataset).__mro__)
+
+
+def _check_new(name: str, dataset: Any, other: Any) -> None:
+    """Refuse a method that changes its dataset instead of giving another one.
+
+    Raises:
+        InputError: it does.
+    """
+    if other is dataset or not hasattr(other, "__iter__"):
+        raise InputError(
+            f"the dataset's {name} gives no other dataset",
+            value="itself" if other is dataset else type(other).__name__,
+            rule=f"{name} leaves the dataset as it is, and gives another one to iterate",
+            fix=f"Let it do so, or give {name} another name",
+        )
 
 
 def _method(dataset: Any, name: str) -> Any:
