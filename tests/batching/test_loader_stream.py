@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -321,6 +322,92 @@ def test_workers_that_begin_with_other_samples_are_refused() -> None:
 # ------------------------------------------------------------------ what goes wrong
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_that_are_taken_back_are_given_again(
+    token_stream: MakeStream, run_ranks: RunRanks, size: int
+) -> None:
+    """After running out of memory, after a break, and beside another loader of the same data."""
+
+    def run(exchange: Exchange) -> Any:
+        dataset = token_stream(LENGTHS)
+        kept: list[Block] = []
+        with (
+            DynamicLoader(dataset, exchange=exchange, epochs=2, **SETTINGS) as loader,
+            DynamicLoader(dataset, exchange=exchange, epochs=1, **SETTINGS) as beside,
+        ):
+            others = beside.blocks()
+            second = list(itertools.islice(others, 2))
+            for number in range(12):
+                block = next(loader.blocks())
+                if number == 4:
+                    loader.lower_cap(34)
+                elif number % 3 == 1:
+                    loader.take_back()
+                else:
+                    kept.append(block)
+            kept += loader.blocks()
+            second += others
+            return uids(kept), uids(second), [max(mb.tokens for mb in b) for b in kept]
+
+    results = run_all(run_ranks, size, run)
+    for which, epochs in ((0, 2), (1, 1)):
+        seen = sorted(itertools.chain(*(result[which] for result in results)))
+        assert seen == [(e, i) for e in range(epochs) for i in range(90)]
+    assert all(max(result[2][3:]) <= 34 for result in results)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_stop_together_and_what_is_left_is_given_later(
+    token_stream: MakeStream, run_ranks: RunRanks, size: int
+) -> None:
+    def run(exchange: Exchange) -> Any:
+        blocks = []
+        with DynamicLoader(token_stream(LENGTHS), exchange=exchange, epochs=1, **SETTINGS) as one:
+            for block in one.blocks():
+                blocks.append(block)
+                if len(blocks) == 3 and exchange.rank == size - 1:
+                    one.stop("enough")
+            state = one.state_dict()
+            with DynamicLoader(
+                token_stream(LENGTHS), exchange=exchange, epochs=1, **SETTINGS
+            ) as on:
+                on.load_state_dict(state)
+                rest = list(on.blocks())
+        return one.stopped, len(blocks), uids([*blocks, *rest])
+
+    results = run_all(run_ranks, size, run)
+    assert {result[:2] for result in results} == {results[0][:2]}
+    assert "enough" in results[0][0]
+    assert 3 <= results[0][1] < 8
+    seen = sorted(itertools.chain(*(result[2] for result in results)))
+    assert seen == [(0, i) for i in range(90)]
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        (None, "TypeError: 'NoneType' object is not subscriptable"),
+        ({"input_ids": [1, 2]}, "KeyError: 'labels'"),
+        ({"input_ids": [1, 2], "labels": [1]}, r"is not a sequence of tokens with a label each"),
+        ({"input_ids": [[1]], "labels": [[1]]}, r"is not a sequence of tokens with a label each"),
+        ({"input_ids": [0.5], "labels": [1]}, r"is not a sequence of tokens with a label each"),
+        ({"input_ids": [1] * 50, "labels": [1] * 50}, "does not fit in a micro-batch"),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 33])
+def test_a_malformed_sample_is_named_on_all_ranks(
+    token_stream: MakeStream, run_ranks: RunRanks, item: Any, text: str, at: int
+) -> None:
+    class Malformed(token_stream):  # type: ignore[misc, valid-type]
+        def __iter__(self) -> Iterator[Any]:
+            return (item if n == at else one for n, one in enumerate(super().__iter__()))
+
+    kind, told = error_of(run_ranks, lambda rank: Malformed(LENGTHS))
+    assert issubclass(kind, EkeError)
+    assert f"sample {at}" in told
+    assert re.search(text, told)
+
+
 def error_of(run_ranks: RunRanks, make: Callable[[int], Any]) -> tuple[type, str]:
     def run(exchange: Exchange) -> None:
         dataset = make(exchange.rank)
@@ -386,6 +473,65 @@ def test_an_iterable_that_does_not_begin_again_is_an_error(token_stream: MakeStr
         assert sorted(uid for mb in loader for uid in mb.uids) == [(0, i) for i in range(90)]
         with pytest.raises(InputError, match=r"gave no samples in epoch 1.*begins again"):
             next(loader.blocks())
+
+
+class Turning:
+    """Begins at another sample each time that it is iterated: an order that nothing pins down."""
+
+    def __init__(self) -> None:
+        self.times = itertools.count()
+
+    def __iter__(self) -> Iterator[Any]:
+        first = next(self.times)
+        order = [*range(first, 90), *range(first)]
+        return ({"input_ids": [i] * LENGTHS[i], "labels": [i] * LENGTHS[i]} for i in order)
+
+
+class Wrapping:
+    """Iterates what can be iterated once."""
+
+    def __init__(self) -> None:
+        self.rows = iter(Turning())
+
+    def __iter__(self) -> Iterator[Any]:
+        return (row for row in self.rows)
+
+
+@pytest.mark.parametrize("make", [Turning, Wrapping])
+@pytest.mark.parametrize("back", ["load", "lower", "new"])
+def test_an_iterable_that_gives_other_samples_when_it_is_read_again_is_refused(
+    run_ranks: RunRanks, make: Callable[[], Any], back: str
+) -> None:
+    """Some would be trained on twice, and others never."""
+
+    def run(exchange: Exchange) -> None:
+        dataset = make()
+        settings = {**SETTINGS, "exchange": exchange, "epochs": 2, "window": 16}
+        with (
+            DynamicLoader(dataset, **settings) as loader,
+            DynamicLoader(dataset, **settings) as other,
+        ):
+            first, *_ = itertools.islice(loader.blocks(), 2)
+            if back == "lower":
+                loader.lower_cap(36)
+            elif back == "load":
+                loader.load_state_dict(first.position)
+            else:
+                loader = other
+                loader.load_state_dict(first.position)
+            list(loader.blocks())
+
+    for size in (1, 2):
+        for error in run_ranks(size, run):
+            assert isinstance(error, InputError)
+            assert "begins with another sample than it did before" in str(error)
+
+
+def test_every_epoch_may_have_an_order_of_its_own() -> None:
+    with DynamicLoader(Turning(), epochs=3, **SETTINGS) as loader:
+        blocks = list(loader.blocks())
+    assert sorted(uids(blocks)) == [(e, i) for e in range(3) for i in range(90)]
+    assert len({block.position["begins"] for block in blocks} - {""}) == 3
 
 
 def test_a_state_of_another_way_to_read_is_refused(

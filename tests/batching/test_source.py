@@ -122,6 +122,26 @@ def test_what_can_skip_is_read_from_the_first_number_on(seeking_stream: MakeStre
     assert dataset.given == [60, 62, 79, 60]
 
 
+def test_what_follows_the_first_sample_from_far_is_skipped_to(seeking_stream: MakeStream) -> None:
+    dataset = seeking_stream([2] * 3000)
+    source = source_of(dataset)
+    for number in (0, 2000, 2002):
+        assert source.read(0, number)["index"] == number
+    assert dataset.given == [0, 2000, 2001, 2002]
+
+
+@pytest.mark.parametrize("name", ["skip", "shard"])
+@pytest.mark.parametrize("gives", ["itself", "None"])
+def test_a_method_that_changes_its_dataset_is_refused(
+    seeking_stream: MakeStream, name: str, gives: str
+) -> None:
+    """It would skip again each time that it is read."""
+    dataset = seeking_stream(*[[2] * 9] * (2 if name == "shard" else 1))
+    setattr(dataset, name, lambda *_, **__: dataset if gives == "itself" else None)
+    with pytest.raises(InputError, match=f"the dataset's {name} gives no other dataset; got '?"):
+        source_of(dataset).read(0, 7)
+
+
 def test_an_epoch_is_told_before_it_is_read(seeking_stream: MakeStream) -> None:
     told: list[tuple[int, int]] = []
 

@@ -15,7 +15,16 @@ from eke.version import __version__
 
 CONFIG = {"seed": 3, "window": 8, "per_step": "samples:4", "dataset_parts": 3}
 PROGRESS = Progress(
-    Place(2, 20, (1, 5), (0, 2)), 17, 2, 64, Counts(1, 2, 3, 4), ((6,), (2, 3)), 12, (7, 8), (9,)
+    Place(2, 20, (1, 5), (0, 2)),
+    17,
+    2,
+    64,
+    Counts(1, 2, 3, 4),
+    ((6,), (2, 3)),
+    12,
+    (7, 8),
+    (9,),
+    begins="3f",
 )
 
 

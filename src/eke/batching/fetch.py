@@ -178,6 +178,7 @@ class SampleFetcher:
         self._requests = _Requests()
         self._chunk_size = max(1, min(CHUNK_SAMPLES, -(-most // max(1, num_workers))))
         self._ahead = -(-most // (self._chunk_size * max(1, num_workers)))
+        self._read = -1, 0  # the epoch that was read last, and from where on it was not
         self._loader: DataLoader[_Chunk] | None = None
         self._pass: Iterator[_Chunk] | None = None
 
@@ -192,15 +193,21 @@ class SampleFetcher:
         samples = self._take(requests)
         order = chain.from_iterable(request.indices for request in requests)
         found = dict(zip(order, samples, strict=True))
+        read = self._read[1] if epoch == self._read[0] else 0
+        self._read = epoch, max([read, *(index + 1 for index in indices)])
         return [found[index] for index in indices]
 
-    def first(self, epoch: int) -> str:
-        """What all who read an iterable must agree on: the sample that it begins with, as a digest.
+    def begins(self, epoch: int, indices: list[int]) -> str:
+        """What all who read an iterable must agree on: the sample that the epoch begins with, as a
+        digest; "" if these can be read on from where the last `take` ended.
 
         Raises:
             InputError: this rank's workers do not agree, or as for `take`.
             EkeError: as for `take`.
         """
+        reads_on = epoch == self._read[0] and min(indices, default=self._read[1]) >= self._read[1]
+        if isinstance(self._source, Items) or reads_on:
+            return ""
         samples = self._take([_Request(epoch, [0])] * max(1, self._num_workers))
         digests = [
             hashlib.blake2b(s.ids.tobytes() + s.labels.tobytes(), digest_size=8).hexdigest()
@@ -212,6 +219,7 @@ class SampleFetcher:
                 rule="in every worker it gives all its samples, in one order",
                 fix="Take its order from a seed and the epoch, and leave sharing out to the loader",
             )
+        self._read = epoch, 0
         return digests[0]
 
     def _requests_for(self, indices: list[int], epoch: int) -> list[_Request]:
@@ -262,6 +270,7 @@ class SampleFetcher:
         """End the workers; harmless when there are none."""
         # torch ends them when the last reference to its iterator goes.
         self._pass = self._loader = None
+        self._read = -1, 0
         self._source.close()
 
     def kill(self) -> None:

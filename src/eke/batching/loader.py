@@ -433,7 +433,9 @@ class DynamicLoader:
         assert self._round is not None
         cap, waiting = self._progress.micro_tokens, self._round.waiting
         waiting = waiting if any(waiting) else ()
-        return Progress(self._round.after, block, self._size, cap, counts, waiting)
+        begun, after = self._round.progress, self._round.after
+        begins = begun.begins if after.epoch == begun.place.epoch else ""
+        return Progress(after, block, self._size, cap, counts, waiting, begins=begins)
 
     # ------------------------------------------------------------------ one round
 

@@ -116,7 +116,7 @@ class RoundMaker:
             taken += fresh
             dealt = self.order.deal(fresh, size)
             asked = [[*(waiting[r] if first else ()), *dealt[r]] for r in range(size)]
-            made.stop, sizes = self._hear(asked[rank], kept, start, made, stop, first)
+            made.stop, sizes = self._hear(asked[rank], kept, start, made, stop)
             if made.stop:
                 return made
             for row in zip_longest(*map(_samples, asked, sizes)):
@@ -156,7 +156,6 @@ class RoundMaker:
         start: Progress,
         made: Round,
         stop: str,
-        first: bool,
     ) -> tuple[str, list[Any]]:
         """Fetch this rank's samples, and get what all ranks say: why they stop, and their sizes."""
         standing = {**self.config, **self.manner, "position": start.position()}
@@ -166,9 +165,16 @@ class RoundMaker:
         if not stop:
             try:
                 epoch = start.place.epoch
-                if first and self.order.n is None and start.place == Place(epoch):
-                    begins = self.fetcher.first(epoch)
                 wanted = [index for index in mine if index not in kept]
+                begins = self.fetcher.begins(epoch, wanted)
+                if begins and start.begins not in ("", begins):
+                    raise InputError(
+                        "the dataset begins with another sample than it did before in this epoch",
+                        rule="an iterable gives the same samples in one order whenever and "
+                        "wherever it is iterated for an epoch",
+                        fix="Take its order, and all that is random in it, from a seed and the "
+                        "epoch, and resume with the data of the saved run",
+                    )
                 fetched = dict(zip(wanted, self.fetcher.take(wanted, epoch), strict=True))
             except EkeError as error:
                 offer = Offer(standing, fault=str(error), input_fault=isinstance(error, InputError))
@@ -186,7 +192,10 @@ class RoundMaker:
         made.exchange_s += time.perf_counter() - middle
         if fault is not None and self.exchange.size == 1:
             raise fault
-        return conclude(offers), [one.sizes for one in offers]
+        stops = conclude(offers)
+        begun = next((one.begins for one in offers if one.begins), made.progress.begins)
+        made.progress = replace(made.progress, begins=begun)
+        return stops, [one.sizes for one in offers]
 
     def _settle(
         self,

@@ -36,8 +36,8 @@ class Offer:
         stop: why this rank wishes to stop after the rounds so far; "" if it does not.
         fault: what went wrong here; "" if nothing did.
         input_fault: whether that is the user's to mend.
-        begins: a digest of the sample that an iterable's epoch begins with, in its first round; ""
-            where it was not read, as by a rank that wishes to stop.
+        begins: a digest of the sample that an iterable's epoch begins with; "" where it was not
+            read, as by a rank that only reads on, or that wishes to stop.
     """
 
     standing: dict[str, Any]

@@ -22,7 +22,7 @@ from eke.batching.order import AnyOrder, Place
 from eke.errors import InputError
 from eke.version import __version__
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Progress:
         delivered: their indices so far, in order of delivery.
         dropped: indices that the round dropped; counted in `counts`.
         planner: the version of eke that planned the round: another may plan otherwise.
+        begins: a digest of the sample that the epoch of an iterable begins with; "" if nobody read
+            it yet.
     """
 
     place: Place
@@ -58,6 +60,7 @@ class Progress:
     delivered: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
     planner: str = __version__
+    begins: str = ""
 
     def to_json(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The state, as JSON values."""
@@ -74,6 +77,7 @@ class Progress:
             "taken": self.taken,
             "delivered": list(self.delivered),
             "dropped": list(self.dropped),
+            "begins": self.begins,
             "planner": self.planner,
             "block": self.block,
             "counts": vars(self.counts).copy(),
@@ -101,7 +105,8 @@ class Progress:
         own = [index for one in self.waiting for index in one]
         rest = tuple(index for index in (*own, *indices) if index not in done)
         place = replace(after, pending=rest + after.pending)
-        return Progress(place, self.block, world_size, micro_tokens, self.counts)
+        begins = self.begins if place.epoch == self.place.epoch else ""
+        return Progress(place, self.block, world_size, micro_tokens, self.counts, begins=begins)
 
 
 def progress_of(
@@ -154,6 +159,7 @@ def progress_of(
             delivered=tuple(map(int, state["delivered"])),
             dropped=tuple(map(int, state["dropped"])),
             planner=str(state["planner"]),
+            begins=str(state["begins"]),
         )
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise _damaged(f"{type(error).__name__}: {error}") from error
