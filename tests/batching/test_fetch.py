@@ -157,6 +157,14 @@ class Dying:
         return {"input_ids": np.array([1]), "labels": np.array([1])}
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_a_dataset_that_no_worker_can_be_sent_is_refused() -> None:
+    rows = [{"input_ids": [1], "labels": (label for label in [1])}]
+    fetch = fetcher(rows, 1, start_method="spawn")
+    with pytest.raises(InputError, match=r"cannot be sent to a worker.*cannot pickle 'generator'"):
+        fetch.take([0])
+
+
 @pytest.mark.usefixtures("nothing_leaks")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_killed_worker_is_an_error_where_its_samples_are_taken(ahead: bool) -> None:

@@ -49,6 +49,18 @@ def test_what_can_be_iterated_again_is_read_in_turn(
     assert [source_of(OfTorch()).read(0, i) for i in (2, 0, 1)] == [7, 5, 6]
 
 
+def test_what_cannot_say_how_long_it_is_is_refused(
+    token_dataset: Callable[[list[int]], Any],
+) -> None:
+    class Negative(token_dataset):  # type: ignore[misc, valid-type]
+        def __len__(self) -> int:
+            return -1
+
+    for dataset, text in ((Negative([3]), "ValueError"), (Negative, "TypeError: object of type")):
+        with pytest.raises(InputError, match=f"does not say how many samples it has; got .{text}"):
+            source_of(dataset)
+
+
 @pytest.mark.parametrize(
     ("dataset", "text"),
     [

@@ -301,7 +301,18 @@ class SampleFetcher:
                 # Its own generator, so that starting a pass draws nothing from the global one.
                 generator=torch.Generator(),
             )
-            self._pass = _first_pass(self._loader)
+            try:
+                self._pass = _first_pass(self._loader)
+            except Exception as error:
+                if "pickle" not in str(error):
+                    raise
+                raise InputError(
+                    "the dataset cannot be sent to a worker",
+                    value=f"{type(error).__name__}: {error}",
+                    rule="a worker that is not forked gets a pickle of it",
+                    fix="Open files and make iterators in __iter__ or __getitem__, with classes "
+                    "and functions of a module; or start workers with start_method='fork'",
+                ) from error
 
 
 def _first_pass(loader: DataLoader[_Chunk]) -> Iterator[_Chunk]:

@@ -57,7 +57,16 @@ class Items:
 
     def __init__(self, dataset: SampleDataset) -> None:
         self._dataset = dataset
-        self.samples = len(dataset)
+        try:
+            self.samples = len(dataset)
+        except Exception as error:
+            raise InputError(
+                "the dataset does not say how many samples it has",
+                value=f"{type(error).__name__}: {error}",
+                rule="of a dataset with __len__ and __getitem__, len(dataset) is their number",
+                fix="Mend its __len__, or give an iterable: a torch.utils.data.IterableDataset, "
+                "or an object without __getitem__",
+            ) from error
         if self.samples == 0:
             raise InputError("the dataset has no samples", fix="Check the data's files and filters")
 
