@@ -225,3 +225,20 @@ def test_a_failing_collate_is_named_where_it_is_used() -> None:
         pytest.raises(EkeError, match=r"collate, for the samples \(0, \d+\).*KeyError: 'pixels'"),
     ):
         next(loader.blocks())
+
+
+def test_a_block_whose_collate_failed_is_still_to_be_given() -> None:
+    fails = iter([False, False, True])
+
+    def failing(samples: list[Any], shape: Shape) -> Any:
+        if next(fails, False):
+            raise OSError("disk gone")
+        return pixels_of(samples, shape)
+
+    with DynamicLoader(Pictures(), collate=failing, epochs=1, **SETTINGS) as loader:
+        blocks = []
+        with pytest.raises(EkeError, match="disk gone"):
+            blocks.extend(loader.blocks())
+        blocks += loader.blocks()
+    seen = sorted(uid for block in blocks for mb in block for uid in mb.uids)
+    assert seen == [(0, i) for i in range(len(LENGTHS))]

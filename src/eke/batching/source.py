@@ -156,7 +156,7 @@ class Stream:
             whole, dataset = dataset, dataset.shard(num_shards=self.parts, index=part)
             _check_new("shard", whole, dataset)
             _set_epoch(dataset, epoch)
-        if reader.goal and self._skips:
+        if reader.goal and self._skips and _method(dataset, "skip") is not None:
             whole, dataset = dataset, dataset.skip(reader.goal)
             _check_new("skip", whole, dataset)
             _set_epoch(dataset, epoch)
