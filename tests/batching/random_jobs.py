@@ -64,6 +64,7 @@ def plan_of(number: int) -> dict[str, Any]:
             # One start method each, in turn, and two in five without workers.
             "num_workers": (0, 1, 1, 0, 2)[number % 5],
             "start_method": (None, "fork", "forkserver", None, "spawn")[number % 5],
+            "move_samples": number % 3 > 0,
         },
     }  # fmt: skip
 

@@ -81,6 +81,7 @@ def run_seed(seed: int, make_dataset: MakeDataset, run_ranks: RunRanks) -> None:
         "per_step": rng.choice(["tokens:16", "tokens:50", "samples:1", "samples:5", "samples:64"]),
         "window": rng.randint(1, 8), "seed": seed, "shuffle": rng.random() < 0.8,
         "packing": rng.random() < 0.4, "wait_rounds": rng.randint(0, 1),
+        "move_samples": rng.random() < 0.6,
     }  # fmt: skip
     dataset = make_dataset(lengths)
     if random.Random(f"stream {seed}").random() < 0.3:

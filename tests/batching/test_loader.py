@@ -407,6 +407,7 @@ def test_uneven_shares_lose_nothing(
 ) -> None:
     """One rank's samples wait for those of another, which runs out of them first, or has none."""
     settings = {"micro_tokens": 16, "per_step": "tokens:20", "window": 2, "shuffle": False}
+    settings["move_samples"] = False
     ranks = all_blocks(run_ranks, 2, token_dataset(lengths), **settings)
     usable = [i for i, n in enumerate(lengths) if n]
     assert sorted(uid for blocks in ranks for uid in uids(blocks)) == [(0, i) for i in usable]

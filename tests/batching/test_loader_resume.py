@@ -261,6 +261,7 @@ def test_a_job_that_ends_after_every_step_on_2_3_1_and_2_ranks(
     """Nothing of a killed job is left but its last state; samples that wait are in it."""
     dataset = token_dataset([1 + (i * 29) % 31 for i in range(440)])
     settings = {**SETTINGS, "packing": packing, "window": 4, "per_step": "tokens:60"}
+    settings["move_samples"] = packing  # samples that move wait only for a full packed row
     seen: Counter[tuple[int, int]] = Counter()
     state: Any = None
     waited = 0

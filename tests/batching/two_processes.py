@@ -69,6 +69,7 @@ def train(scenario: str, start_method: str | None) -> dict[str, Any]:
         epochs=2,
         num_workers=0 if start_method is None else 1,
         start_method=start_method,
+        move_samples=scenario != "one_rank_empty",
     )
     with loader:
         try:

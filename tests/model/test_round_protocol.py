@@ -294,14 +294,17 @@ def _threads_as_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scope(samples: int, full: bool) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:
     """Data sets of so many samples of one or two tokens, and settings."""
-    manners = [("tokens:2", False, 1), ("samples:2", False, 1), ("tokens:3", True, 1)]
+    manners = [
+        ("tokens:2", False, 1, False), ("samples:2", False, 1, True), ("tokens:3", True, 1, True)
+    ]  # fmt: skip
     if full:
-        manners += [("tokens:2", False, 0), ("samples:1", True, 1)]
+        manners += [("tokens:2", False, 0, True), ("samples:1", True, 1, False)]
     for lengths in itertools.product((1, 2), repeat=samples):
-        for window, (per_step, packing, wait_rounds) in itertools.product((1, 2), manners):
+        for window, manner in itertools.product((1, 2), manners):
+            per_step, packing, wait_rounds, move = manner
             settings = {
                 "micro_tokens": 2, "per_step": per_step, "window": window,
-                "packing": packing, "wait_rounds": wait_rounds,
+                "packing": packing, "wait_rounds": wait_rounds, "move_samples": move,
             }  # fmt: skip
             yield lengths, settings
 

@@ -1,8 +1,9 @@
 """The loader: each rank fetches its share of a window, all plan it alike, each trains its part.
 
 One round: every rank fetches its share of the next window, the ranks exchange lengths and label
-counts (whole numbers, once a window), and every rank computes the same plan for all. With workers,
-the next round is made in a thread while this one trains.
+counts (whole numbers, once a window), every rank computes the same plan for all, and samples go to
+the ranks that the plan gives them to. With workers, the next round is made in a thread while this
+one trains.
 
 Properties: every rank gets the same number of blocks and of micro-batches; every sample that is
 not dropped by a stated policy is delivered exactly once an epoch; a loader that loads a state
@@ -75,11 +76,12 @@ class DynamicLoader:
         packing: micro-batches without padding, samples end to end in one row.
         wait_rounds: how many rounds a sample may wait for one that it fills better, 0 or 1; only
             where `per_step` counts tokens.
-        move_samples: where `per_step` counts samples, whether they go to the ranks that balance
-            their step, which then is exactly the next so many of the epoch. False, where they are
-            too large to send: each rank gives its equal part of every step from all its samples
-            of the round, so the order inside a round is not the epoch's, and steps are more alike
-            in their lengths.
+        move_samples: whether samples go to the ranks that balance their step. False, where they
+            are too large to send: ranks then wait for one another as long as their own samples
+            make them. Where `per_step` counts samples, a step of samples that move is exactly the
+            next so many of the epoch; else each rank gives its equal part of every step from all
+            its samples of the round, so the order inside a round is not the epoch's, and steps
+            are more alike in their lengths.
         cost: how long a micro-batch takes, and what else than tokens is capped.
         loss: what the loss of a step is the mean of: `token`, its label tokens; `sample`, its
             samples' mean token losses; `sequence`, its samples' summed token losses.

@@ -2,7 +2,7 @@
 
 Longest first, each sample goes to the micro-batch that takes the least time so far, if it fits
 there, and otherwise to the fullest one into which it fits. The first keeps the times alike, the
-second leaves room for what is still to come.
+second leaves room for what is still to come. Samples that must not be left come before all others.
 
 Properties: no micro-batch exceeds a cap, except one that holds a single sample; every sample is
 in one micro-batch or among those that were left; none is left if there are as many micro-batches
@@ -12,8 +12,31 @@ as samples.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eke.batching.cost import Integers
+
+MANY = 64
+"""From so many micro-batches on, samples are given to many of them at a time."""
+
+
+class Packed(NamedTuple):
+    """Micro-batches.
+
+    Attributes:
+        bins: the numbers of the samples in each, the longest first.
+        left: those of samples that fit nowhere.
+        room: how many tokens more each could have.
+    """
+
+    bins: list[list[int]]
+    left: list[int]
+    room: list[int]
 
 
 def pack(
@@ -24,7 +47,8 @@ def pack(
     tokens: int,
     loads: Sequence[Sequence[int]] = (),
     caps: Sequence[int] = (),
-) -> tuple[list[list[int]], list[int]]:
+    first: int = 0,
+) -> Packed:
     """Pack samples into `k` micro-batches of at most `tokens` tokens and `caps` of other resources.
 
     Args:
@@ -32,76 +56,152 @@ def pack(
         times: how long each takes.
         numbers: which of them to pack.
         loads: what each takes of every other resource; empty if there is none.
-
-    Returns:
-        The numbers of the samples in each micro-batch, the longest first, and those that fit
-        nowhere.
+        first: samples of lower numbers come before all others, so that they are not left if it can
+            be helped.
     """
+    chosen = np.array([*numbers], dtype=np.int64)
+    sizes = np.array(lengths, dtype=np.int64)[chosen]
+    by_length = np.lexsort((-sizes, chosen >= first))
+    chosen, sizes = chosen[by_length], sizes[by_length]
+    order = chosen.tolist()
     room = [tokens] * k
+    spent = [0] * k
     rooms = [list(caps)] * k
     bins: list[list[int]] = [[] for _ in range(k)]
     left: list[int] = []
-    busy = [(0, at) for at in range(k)]  # a heap: the least busy first
+    done = 0
+    if k >= MANY and order and not loads:
+        takes = np.array(times, dtype=np.int64)[chosen]
+        places = _by_rows(sizes, takes, room, spent)
+        for number, at in zip(order, places, strict=False):
+            bins[at].append(number)
+        done = len(places)
+    # Pairs with a micro-batch are single numbers, `time * k + at` and `room * k + at`: as many
+    # tuples would set off searches for garbage.
+    busy = [time * k + at for at, time in enumerate(spent)]  # a heap: the least busy first
+    heapq.heapify(busy)
+    by_room: list[int] = []
     none: tuple[int, ...] = ()
-    for number in sorted(numbers, key=lengths.__getitem__, reverse=True):
+    for number in order[done:]:
         length = lengths[number]
         load = loads[number] if loads else none
-        time, at = busy[0]
+        while busy[0] // k != spent[busy[0] % k]:
+            heapq.heappop(busy)  # it was given a sample for which it was not the least busy
+        at = busy[0] % k
         if length <= room[at] and (not load or _within(load, rooms[at])):
-            heapq.heapreplace(busy, (time + times[number], at))
+            spent[at] += times[number]
+            heapq.heapreplace(busy, spent[at] * k + at)
         else:
-            alone = length > tokens or (load and not _within(load, caps))
-            at = _empty(bins) if alone else _fullest(length, load, room, rooms)
+            if length > tokens or (load and not _within(load, caps)):
+                at = _empty(bins)
+            elif load:
+                at = _fullest(length, load, room, rooms)
+            else:
+                by_room = by_room or sorted(free * k + at for at, free in enumerate(room))
+                found = bisect_left(by_room, length * k)
+                at = by_room[found] % k if found < k else -1
             if at < 0:
                 left.append(number)
                 continue
-            busy = [(time + times[number] * (one == at), one) for time, one in busy]
-            heapq.heapify(busy)
+            spent[at] += times[number]
+            heapq.heappush(busy, spent[at] * k + at)
         bins[at].append(number)
+        if by_room:
+            del by_room[bisect_left(by_room, room[at] * k + at)]
+            insort(by_room, (room[at] - length) * k + at)
         room[at] -= length
         if load:
             rooms[at] = [have - take for take, have in zip(load, rooms[at], strict=True)]
-    return bins, left
+    if first:
+        for one in bins:
+            if one and one[0] < first:
+                one.sort(key=lambda number: -lengths[number])
+    return Packed(bins, left, room)
 
 
-def fill(
-    bins: list[list[int]], spare: Iterable[int], lengths: Sequence[int], tokens: int, must: int
-) -> list[int]:
+def _by_rows(sizes: Integers, takes: Integers, room: list[int], spent: list[int]) -> list[int]:
+    """Give samples to micro-batches many at a time, as far as each fits into the least busy one.
+
+    Of the micro-batches in the order of their times, the j-th is the least busy one for the j-th
+    sample if none before it, with its sample, takes less time: so a whole row of them is what one
+    at a time would give.
+
+    Args:
+        sizes, takes: lengths and times of the samples in their order; at least one.
+        room, spent: what is left and what is taken of each micro-batch; changed in place.
+
+    Returns:
+        The micro-batch of each sample that was given, in order.
+    """
+    free, load = np.array(room, dtype=np.int64), np.array(spent, dtype=np.int64)
+    done, places = 0, []
+    while done < len(sizes):
+        ready = np.argsort(load, kind="stable")[: len(sizes) - done]
+        after = load[ready] + takes[done : done + len(ready)]
+        late = load[ready[1:]] >= np.minimum.accumulate(after)[:-1]
+        full = sizes[done : done + len(ready)] > free[ready]
+        row = min(_first(late) + 1, _first(full))
+        ready = ready[:row]
+        load[ready] = after[:row]
+        free[ready] -= sizes[done : done + row]
+        places.append(ready)
+        done += row
+        if row < len(full) and full[row]:
+            break  # from here on, one at a time
+    room[:], spent[:] = free.tolist(), load.tolist()
+    given: list[int] = np.concatenate(places).tolist()
+    return given
+
+
+def _first(marks: NDArray[np.bool_]) -> int:
+    """The place of the first mark; their number if there is none."""
+    at = int(marks.argmax()) if len(marks) else 0
+    return at if len(marks) and marks[at] else len(marks)
+
+
+def fill(packed: Packed, spare: Iterable[int], lengths: Sequence[int], must: int) -> list[int]:
     """Use the room that is left in micro-batches, by samples that could also wait.
 
     What fits is added; then one sample of a micro-batch is exchanged for a longer spare one, that
     which leaves the least room.
 
     Args:
-        bins: the numbers of the samples in each micro-batch; changed in place.
-        spare: the numbers of those in none.
-        tokens: the most of a micro-batch.
+        packed: micro-batches; changed in place.
+        spare: the numbers of samples in none.
         must: samples of lower numbers are in one already, and may not leave it.
 
     Returns:
         The numbers of those that are in none now.
     """
-    waiting = sorted((lengths[number], number) for number in spare)
-    no_number = len(lengths)
-    for one in bins:
-        room = tokens - sum([lengths[number] for number in one])
-        while waiting and waiting[0][0] <= room:
-            length, number = waiting.pop(bisect_right(waiting, (room, no_number)) - 1)
+    n = len(lengths)
+    waiting = sorted(lengths[number] * n + number for number in spare)  # the shortest first
+    for place, room in enumerate(packed.room):
+        if not waiting:
+            break
+        if room <= 0:
+            continue
+        one, changed = packed.bins[place], False
+        while waiting and waiting[0] // n <= room:
+            length, number = divmod(waiting.pop(bisect_left(waiting, (room + 1) * n) - 1), n)
             one.append(number)
             room -= length
-        gain, place, taken = 0, -1, -1
+            changed = True
+        gain, given, taken = 0, -1, -1
         for at, number in enumerate(one if room > 0 and waiting else ()):
             if number < must:
                 continue
             length = lengths[number]
-            found = bisect_right(waiting, (length + room, no_number)) - 1
-            if found >= 0 and waiting[found][0] - length > gain:
-                gain, place, taken = waiting[found][0] - length, at, found
+            found = bisect_left(waiting, (length + room + 1) * n) - 1
+            if found >= 0 and waiting[found] // n - length > gain:
+                gain, given, taken = waiting[found] // n - length, at, found
         if gain:
-            number, one[place] = one[place], waiting.pop(taken)[1]
-            insort(waiting, (lengths[number], number))
-        one.sort(key=lambda number: -lengths[number])
-    return [number for _, number in waiting]
+            number, one[given] = one[given], waiting.pop(taken) % n
+            room -= gain
+            insort(waiting, lengths[number] * n + number)
+        if gain or changed:
+            one.sort(key=lambda number: -lengths[number])
+            packed.room[place] = room
+    return [number % n for number in waiting]
 
 
 def _within(loads: Sequence[int], rooms: Sequence[int]) -> bool:
@@ -116,9 +216,6 @@ def _fullest(
     length: int, loads: Sequence[int], room: Sequence[int], rooms: Sequence[Sequence[int]]
 ) -> int:
     """The micro-batch with the least room of those in which the sample fits, or -1."""
-    if not loads:
-        fits = [free for free in room if free >= length]
-        return room.index(min(fits)) if fits else -1
     best = -1
     for at, free in enumerate(room):
         fuller = free >= length and (best < 0 or free < room[best])

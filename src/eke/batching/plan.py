@@ -65,10 +65,12 @@ class Rules:
         micro_tokens: most tokens in one micro-batch, padding included; only a longer sample
             exceeds it, alone in its micro-batch.
         packed: micro-batches without padding.
-        wait_rounds: how many rounds a sample may wait, 0 or 1; only where steps count tokens.
-        move: counting steps in samples, samples move between ranks, and an optimizer step sees
-            exactly what plain shuffling would show it. Without, for payloads that are not cheap to
-            send, each rank gives its equal part of a step from all its samples of the round, so
+        wait_rounds: how many rounds a sample may wait, 0 or 1; only where steps count tokens, and
+            where samples move only for a micro-batch without padding to be full.
+        move: samples move to the ranks that balance a step; counting steps in samples, it then is
+            exactly what plain shuffling would show the optimizer. Without, for payloads that are
+            not cheap to send, ranks are as even as their own samples make them, and counting in
+            samples each rank gives its equal part of a step from all its samples of the round, so
             that steps are alike in tokens: the mix of lengths in a step varies less, and the order
             inside a round is not that of the epoch.
     """

@@ -8,11 +8,12 @@ Properties, for `plan_round`:
 - every sample of the round is in exactly one micro-batch or waits for the next round, and one
   that has waited does not wait again;
 - a micro-batch of more than one sample never exceeds a cap, packed or padded;
-- counting steps in tokens, a sample stays on the rank that brought it; counting in samples, every
-  block is exactly the next so many samples of the epoch, and they move to where they balance it;
-  where they may not move, every full block has an equal part of each rank's samples;
-- no micro-step is of dummies alone, and counting in tokens a rank has dummies only where it has
-  fewer samples than there are micro-steps;
+- counting steps in samples, every block is exactly the next so many samples of the epoch, on the
+  ranks that balance it; where they may not move, every full block has an equal part of each rank's
+  samples;
+- where samples may not move, each is on the rank that brought it;
+- no micro-step is of dummies alone, and counting in tokens there are dummies only where there are
+  fewer samples than micro-batches: of all ranks, or of that rank if samples may not move;
 - equal arguments give equal plans.
 """
 
@@ -20,14 +21,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import compress, zip_longest
+from itertools import chain, compress, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from eke.batching.packing import fill, pack
-from eke.batching.partition import Sorted, costliest_first, cut, fewest, level, reach_of
+from eke.batching.packing import fill
+from eke.batching.partition import costliest_first, cut, fewest, level
 from eke.batching.plan import DUMMY_TOKENS, BlockPlan, Group, PerStep, Round, Rules, Sample
+from eke.batching.rows import sizes_of, sorted_row
 
 __all__ = [
     "DUMMY_TOKENS",
@@ -49,6 +51,9 @@ _LEVELLED = 3
 
 
 Steps = list[tuple[Group, ...]]
+
+Numbers = list[int]
+"""Places of samples in the sequence that they come from."""
 
 
 def plan_round(
@@ -76,21 +81,58 @@ def plan_round(
     if rules.per_step.unit == "samples":
         by_samples = _moved if rules.move else _stratified
         return Round(by_samples(_arrivals(shares), len(shares), rules, order), waiting)
+    may_wait = rules.wait_rounds > 0 and not last
     waited = waited or [0] * len(shares)
-    amount = rules.per_step.amount
-    if rules.wait_rounds == 0 or last:
-        return Round(_deal(_stay(shares, rules, amount), rules, order), waiting)
-    emitted = _emit(shares, waited)
-    if rules.packed:
-        steps, waiting = _stay_packed(shares, rules, amount, emitted, waited)
+    if rules.move:
+        steps, waiting = _together(shares, rules, may_wait, waited)
+    elif not may_wait:
+        steps = _stay(shares, rules, rules.per_step.amount)
     else:
-        given = [list(compress(*one)) for one in zip(shares, emitted, strict=True)]
-        steps = _stay(given, rules, amount)
-        waiting = [
-            [sample for sample, now in zip(*one, strict=True) if not now]
-            for one in zip(shares, emitted, strict=True)
-        ]
+        steps, waiting = _stay_or_wait(shares, rules, waited)
     return Round(_deal(steps, rules, order), waiting)
+
+
+def _together(
+    shares: Sequence[Sequence[Sample]], rules: Rules, may_wait: bool, waited: Sequence[int]
+) -> tuple[Steps, list[list[Sample]]]:
+    """The micro-steps of a round whose samples move: groups are cut as if all were one rank's.
+
+    Ranks then are in step whatever each brought, so that a sample waits only for a micro-batch
+    without padding to be full.
+    """
+    ranks = len(shares)
+    old = [share[:aged] for share, aged in zip(shares, waited, strict=True)]
+    new = [share[aged:] for share, aged in zip(shares, waited, strict=True)]
+    first, then = _arrivals(old), _arrivals(new)
+    arrivals = Arrivals([*first.samples, *then.samples], [*first.by, *then.by])
+    samples, amount = arrivals.samples, rules.per_step.amount
+    waiting: list[list[Sample]] = [[] for _ in shares]
+    if rules.packed:
+        every, must = [[True] * len(samples)], [len(first.samples)] if may_wait else ()
+        (groups,), (rest,) = _columns_packed([samples], rules, amount, every, must, ranks)
+        for n in sorted(rest):
+            waiting[arrivals.by[n]].append(samples[n])
+    else:
+        (groups,) = _columns([samples], rules, amount, ranks)
+    return _place(groups, arrivals, ranks), waiting
+
+
+def _stay_or_wait(
+    shares: Sequence[Sequence[Sample]], rules: Rules, waited: Sequence[int]
+) -> tuple[Steps, list[list[Sample]]]:
+    """The micro-steps of a round whose samples stay, and what waits on each rank."""
+    emitted = _emit(shares, waited)
+    amount = rules.per_step.amount
+    if rules.packed:
+        columns, rests = _columns_packed(shares, rules, amount, emitted, waited)
+        waiting = [_these(*one) for one in zip(shares, map(sorted, rests), strict=True)]
+        return _side_by_side(shares, columns), waiting
+    given = [list(compress(*one)) for one in zip(shares, emitted, strict=True)]
+    waiting = [
+        [sample for sample, now in zip(*one, strict=True) if not now]
+        for one in zip(shares, emitted, strict=True)
+    ]
+    return _stay(given, rules, amount), waiting
 
 
 def _emit(shares: Sequence[Sequence[Sample]], waited: Sequence[int]) -> list[list[bool]]:
@@ -112,36 +154,58 @@ def _emit(shares: Sequence[Sequence[Sample]], waited: Sequence[int]) -> list[lis
     return emitted
 
 
-# ---------------------------------------------------------------------- samples stay
+# ---------------------------------------------------------------------- micro-batches
 
 
 def _stay(shares: Sequence[Sequence[Sample]], rules: Rules, amount: int) -> Steps:
     """The micro-steps of samples that stay on their ranks; all of them are used."""
     if rules.packed:
         every = [[True] * len(share) for share in shares]
-        return _stay_packed(shares, rules, amount, every, ())[0]
-    rows = [_sorted(share, rules) for share in shares]
-    least = max((fewest(row.sorted) for row in rows), default=0)
+        columns, _ = _columns_packed(shares, rules, amount, every, ())
+    else:
+        columns = _columns(shares, rules, amount)
+    return _side_by_side(shares, columns)
+
+
+def _side_by_side(
+    shares: Sequence[Sequence[Sample]], columns: Sequence[Sequence[Numbers]]
+) -> Steps:
+    groups = [
+        [tuple(_these(share, numbers)) for numbers in column]
+        for share, column in zip(shares, columns, strict=True)
+    ]
+    return list(zip_longest(*groups, fillvalue=()))
+
+
+def _these(samples: Sequence[Sample], numbers: Numbers) -> list[Sample]:
+    return [samples[n] for n in numbers]
+
+
+def _columns(
+    rows: Sequence[Sequence[Sample]], rules: Rules, amount: int, each: int = 1
+) -> list[list[Numbers]]:
+    """Each row's samples in groups, costliest first, of which it gives `each` to a micro-step."""
+    ordered = [sorted_row(row, rules) for row in rows]
+    least = max((-(-fewest(row.sorted) // each) for row in ordered), default=0)
     if not least:
-        return []
-    blocks, per_block = blocks_and_steps(_tokens(shares), amount, least)
+        return [[] for _ in rows]
+    blocks, per_block = blocks_and_steps(_tokens(rows), amount, least)
     fixed = rules.cost.fixed
-    bound = max(row.time() for row in rows)
+    bound = max(-(-row.time() // each) for row in ordered)
     best_time, best = -1, []
     for k in _tries(least, blocks, per_block):
         if 0 <= best_time <= bound + k * fixed:
             break  # more micro-steps cannot pay any more, however well they are balanced
         # Costliest with costliest: a micro-step lasts as long as its slowest rank.
-        columns = [costliest_first(row.sorted, cut(row.sorted, k), 1) for row in rows]
+        columns = [costliest_first(row.sorted, cut(row.sorted, k * each), each) for row in ordered]
         lasts = [max(step) for step in zip_longest(*(times for _, times in columns), fillvalue=0)]
         time = sum(lasts) + fixed * len(lasts)
         if best_time < 0 or time < best_time:
             best_time, best = time, [stretches for stretches, _ in columns]
-    groups = [
-        [tuple(row.samples[start:stop]) for start, stop in stretches]
-        for row, stretches in zip(rows, best, strict=True)
+    return [
+        [row.order[start:stop] for start, stop in stretches]
+        for row, stretches in zip(ordered, best, strict=True)
     ]
-    return list(zip_longest(*groups, fillvalue=()))
 
 
 def _tries(least: int, blocks: int, per_block: int) -> list[int]:
@@ -152,43 +216,47 @@ def _tries(least: int, blocks: int, per_block: int) -> list[int]:
     return [fewest_steps, *sorted({k for k in tries if fewest_steps < k <= limit})]
 
 
-def _stay_packed(
-    shares: Sequence[Sequence[Sample]],
+def _columns_packed(
+    rows: Sequence[Sequence[Sample]],
     rules: Rules,
     amount: int,
     emitted: Sequence[Sequence[bool]],
     waited: Sequence[int],
-) -> tuple[Steps, list[list[Sample]]]:
-    """The same without padding, and what is left for the next round.
+    each: int = 1,
+) -> tuple[list[list[Numbers]], list[Numbers]]:
+    """The same without padding, and what of each row is left for the next round.
 
     Args:
         emitted: which samples to use; others only where they fill a micro-batch better.
-        waited: how many of each rank's samples must be used; empty if all must.
+        waited: how many of each row's samples must be used; empty if all must.
     """
-    rows = [_numbers(share, rules) for share in shares]
+    numbers = [sizes_of(row, rules) for row in rows]
     given = [[n for n, now in enumerate(one) if now] for one in emitted]
-    totals = [sum(row.lengths[n] for n in one) for row, one in zip(rows, given, strict=True)]
-    most, cap = max(totals, default=0), rules.micro_tokens
+    totals = [sum(row.lengths[n] for n in one) for row, one in zip(numbers, given, strict=True)]
+    most, cap = max(totals, default=0), rules.micro_tokens * each
     if not most:
-        return [], [list(share) for share in shares]
+        return [[] for _ in rows], [[*range(len(row))] for row in rows]
     # What does not fill a micro-batch waits, if it may.
     least = max(1, most // cap if waited else -(-most // cap))
-    must = waited or [len(share) for share in shares]
+    must = waited or [len(row) for row in rows]
     while True:
         blocks, per_block = blocks_and_steps(sum(totals), amount, least)
         k = blocks * per_block
-        packs = [_pack(row, k, rules, one) for row, one in zip(rows, given, strict=True)]
-        if not any(n < old for (_, rest), old in zip(packs, must, strict=True) for n in rest):
+        packs = [
+            row.pack(k * each, rules, one, old)
+            for row, one, old in zip(numbers, given, waited or [0] * len(rows), strict=True)
+        ]
+        if not any(n < old for packed, old in zip(packs, must, strict=True) for n in packed.left):
             break
         least = k + 1
-    columns, waiting = [], []
-    for share, row, one, (bins, rest), old in zip(shares, rows, emitted, packs, must, strict=True):
-        rest = rest + [n for n, now in enumerate(one) if not now]
+    columns, rests = [], []
+    for row, one, packed, old in zip(numbers, emitted, packs, must, strict=True):
+        rest = packed.left + [n for n, now in enumerate(one) if not now]
         if waited and not row.loads:
-            rest = fill(bins, rest, row.lengths, cap, old)
-        columns.append([tuple([share[n] for n in one]) for one in _busiest_first(bins, row)])
-        waiting.append([share[n] for n in sorted(rest)])
-    return list(zip_longest(*columns, fillvalue=())), waiting
+            rest = fill(packed, rest, row.lengths, old)
+        columns.append(row.busiest_first(packed.bins))
+        rests.append(rest)
+    return columns, rests
 
 
 def blocks_and_steps(total: int, amount: int, least: int) -> tuple[int, int]:
@@ -234,17 +302,19 @@ def _deal(steps: Steps, rules: Rules, order: random.Random) -> list[BlockPlan]:
 
 # ---------------------------------------------------------------------- steps of so many samples
 
-Arrivals = list[tuple[int, Sample]]
-"""Samples in the order of the epoch, each with the rank that brought it."""
+
+class Arrivals(NamedTuple):
+    """Samples in the order of the epoch, and the rank that brought each."""
+
+    samples: list[Sample]
+    by: list[int]
 
 
 def _arrivals(shares: Sequence[Sequence[Sample]]) -> Arrivals:
-    return [
-        (rank, sample)
-        for row in zip_longest(*shares)
-        for rank, sample in enumerate(row)
-        if sample is not None
-    ]
+    rows = list(zip_longest(*shares))
+    samples = [sample for row in rows for sample in row if sample is not None]
+    by = [rank for row in rows for rank, sample in enumerate(row) if sample is not None]
+    return Arrivals(samples, by)
 
 
 def _stratified(
@@ -257,11 +327,12 @@ def _stratified(
     all ranks come to the same blocks.
     """
     n = rules.per_step.amount
-    count = len(arrivals) // n
+    pairs = [*zip(arrivals.by, arrivals.samples, strict=True)]
+    count = len(pairs) // n
     blocks: list[list[list[Sample]]] = [[[] for _ in range(ranks)] for _ in range(count)]
     place = 0
     for rank in range(ranks):
-        mine = sorted((s for r, s in arrivals[: count * n] if r == rank), key=_longest_first)
+        mine = sorted((s for r, s in pairs[: count * n] if r == rank), key=_longest_first)
         # Places of all blocks in turn, rank after rank: every block gets exactly n.
         room = [0] * count
         for one in range(place, place + len(mine)):
@@ -276,8 +347,8 @@ def _stratified(
                 blocks[block][rank].append(sample)
                 totals[block] += sample.length
     order.shuffle(blocks)
-    if len(arrivals) > count * n:
-        rest = arrivals[count * n :]
+    if len(pairs) > count * n:
+        rest = pairs[count * n :]
         blocks.append([[s for r, s in rest if r == rank] for rank in range(ranks)])
     plans = []
     for shares in blocks:
@@ -294,72 +365,76 @@ def _moved(arrivals: Arrivals, ranks: int, rules: Rules, order: random.Random) -
     """
     n = rules.per_step.amount
     plans = []
-    for start in range(0, len(arrivals), n):
-        block = arrivals[start : start + n]
-        home = {sample.index: rank for rank, sample in block}
-        samples = [sample for _, sample in block]
-        groups = (_groups_packed if rules.packed else _groups)(samples, ranks, rules)
-        steps = [
-            _place(groups[at : at + ranks], ranks, home) for at in range(0, len(groups), ranks)
-        ]
+    for start in range(0, len(arrivals.samples), n):
+        here = slice(start, start + n)
+        block = Arrivals(arrivals.samples[here], arrivals.by[here])
+        groups = (_groups_packed if rules.packed else _groups)(block.samples, ranks, rules)
+        steps = _place(groups, block, ranks)
         order.shuffle(steps)
         plans.append(BlockPlan(tuple(steps), rules))
     return plans
 
 
-def _groups(samples: list[Sample], ranks: int, rules: Rules) -> list[Group]:
-    row = _sorted(samples, rules)
+def _groups(samples: list[Sample], ranks: int, rules: Rules) -> list[Numbers]:
+    row = sorted_row(samples, rules)
     least = -(-fewest(row.sorted) // ranks)
     fixed, bound = rules.cost.fixed, -(-row.time() // ranks)
     found: list[tuple[int, list[tuple[int, int]]]] = []
-    for steps in range(least, least + _LEVELLED + 1):
-        if found and min(found)[0] <= bound + steps * fixed:
-            break
-        stretches = cut(row.sorted, steps * ranks)
-        _, lasts = costliest_first(row.sorted, stretches, ranks)
+    steps, most = least, -(-len(samples) // ranks)
+    while steps <= most and not (found and min(found)[0] <= bound + steps * fixed):
+        stretches, lasts = costliest_first(row.sorted, cut(row.sorted, steps * ranks), ranks)
         found.append((sum(lasts) + fixed * len(lasts), stretches))
-    best: tuple[int, list[tuple[int, int]]] | None = None
+        # One more at first; then half as many again, for a sample at a time may be best.
+        steps = (
+            steps + 1 if steps < least + _LEVELLED else min(max(steps + 1, most), steps * 3 // 2)
+        )
+    best = min(found)
     for _, stretches in sorted(found)[:_LEVELLED]:
+        if len(stretches) > (least + _LEVELLED) * ranks:
+            continue  # not worth its time: they are small, and so are all differences
         levelled = level(row.sorted, stretches, ranks)
         _, lasts = costliest_first(row.sorted, levelled, ranks)
-        time = sum(lasts) + fixed * len(lasts)
-        if best is None or time < best[0]:
-            best = time, levelled
-    assert best is not None
-    return [tuple(row.samples[start:stop]) for start, stop in best[1]]
+        best = min(best, (sum(lasts) + fixed * len(lasts), levelled))
+    return [row.order[start:stop] for start, stop in best[1]]
 
 
-def _groups_packed(samples: list[Sample], ranks: int, rules: Rules) -> list[Group]:
-    row = _numbers(samples, rules)
+def _groups_packed(samples: list[Sample], ranks: int, rules: Rules) -> list[Numbers]:
+    row = sizes_of(samples, rules)
     every = range(len(samples))
     steps = max(1, -(-sum(row.lengths) // (rules.micro_tokens * ranks)))
     while True:
-        bins, left = _pack(row, steps * ranks, rules, every)
-        if not left:
-            return [tuple([samples[n] for n in one]) for one in _busiest_first(bins, row)]
+        packed = row.pack(steps * ranks, rules, every)
+        if not packed.left:
+            return row.busiest_first(packed.bins)
         steps += 1
 
 
-def _place(groups: Sequence[Group], ranks: int, home: dict[int, int]) -> tuple[Group, ...]:
-    """Each group on a rank of its own, the one that has most of it already where that is free."""
-    claims = []
-    for number, group in enumerate(groups):
-        tokens: dict[int, int] = {}
-        for sample in group:
-            rank = home[sample.index]
-            tokens[rank] = tokens.get(rank, 0) + sample.length
-        claims += [(-have, number, rank) for rank, have in tokens.items()]
-    placed: list[Group | None] = [None] * ranks
-    done: set[int] = set()
-    for _, number, rank in sorted(claims):
-        if number not in done and placed[rank] is None:
-            placed[rank] = groups[number]
-            done.add(number)
-    others = (group for number, group in enumerate(groups) if number not in done)
-    return tuple(group if group is not None else next(others, ()) for group in placed)
+def _place(groups: Sequence[Numbers], arrivals: Arrivals, ranks: int) -> Steps:
+    """Micro-steps of all ranks, of groups that come costliest first.
 
-
-# ---------------------------------------------------------------------- samples as numbers
+    A group is on the rank that brought most of it, if that is free.
+    """
+    if not groups:
+        return []
+    samples, brought_by = arrivals.samples, np.array(arrivals.by, dtype=np.int64)
+    lengths = np.array([sample.length for sample in samples], dtype=np.int64)
+    flat = np.array([*chain.from_iterable(groups)], dtype=np.int64)
+    group_of = np.repeat(np.arange(len(groups)), [*map(len, groups)])
+    tokens = np.zeros((len(groups), ranks), dtype=np.int64)
+    np.add.at(tokens, (group_of, brought_by[flat]), lengths[flat])
+    favourites = tokens.argmax(axis=1).tolist()
+    steps: list[list[Group]] = [[()] * ranks for _ in range(-(-len(groups) // ranks))]
+    later = []
+    for number in np.argsort(-tokens.max(axis=1), kind="stable").tolist():
+        step, rank = steps[number // ranks], favourites[number]
+        if step[rank]:
+            later.append(number)
+        else:
+            step[rank] = tuple([samples[n] for n in groups[number]])
+    for number in sorted(later):
+        step = steps[number // ranks]
+        step[step.index(())] = tuple([samples[n] for n in groups[number]])
+    return [tuple(step) for step in steps]
 
 
 def _longest_first(sample: Sample) -> tuple[int, int]:
@@ -368,59 +443,3 @@ def _longest_first(sample: Sample) -> tuple[int, int]:
 
 def _tokens(groups: Sequence[Sequence[Sample]]) -> int:
     return sum([sample.length for group in groups for sample in group])
-
-
-class _Row(NamedTuple):
-    """Samples, longest first, and the same as `partition` takes them."""
-
-    samples: list[Sample]
-    sorted: Sorted
-
-    def time(self) -> int:
-        """What they take without padding."""
-        return sum(self.sorted.weights) + (self.sorted.loads[-1] if self.sorted.loads else 0)
-
-
-def _sorted(samples: Sequence[Sample], rules: Rules) -> _Row:
-    lengths = np.array([sample.length for sample in samples], dtype=np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    ordered, lengths = [samples[n] for n in order.tolist()], lengths[order]
-    caps = rules.cost.caps()
-    amounts = np.zeros((len(ordered), len(caps)), dtype=np.int64)
-    loads: list[int] = []
-    if caps and ordered:
-        amounts = np.array([sample.loads for sample in ordered], dtype=np.int64)
-        times = rules.cost.load_weights(amounts)
-        loads = [0, *np.cumsum(times).tolist()] if times.any() else []
-    reach = reach_of(lengths, rules.micro_tokens, amounts, caps)
-    return _Row(ordered, Sorted(rules.cost.weights(lengths).tolist(), loads, reach))
-
-
-class _Numbers(NamedTuple):
-    """Samples as `packing` takes them."""
-
-    lengths: list[int]
-    times: list[int]
-    loads: list[tuple[int, ...]]
-
-
-def _numbers(samples: Sequence[Sample], rules: Rules) -> _Numbers:
-    lengths = [sample.length for sample in samples]
-    times = rules.cost.weights(np.array(lengths, dtype=np.int64))
-    loads = [sample.loads for sample in samples] if rules.cost.loads else []
-    if loads:
-        times = times + rules.cost.load_weights(np.array(loads, dtype=np.int64))
-    return _Numbers(lengths, times.tolist(), loads)
-
-
-def _pack(
-    row: _Numbers, k: int, rules: Rules, numbers: Sequence[int]
-) -> tuple[list[list[int]], list[int]]:
-    return pack(
-        row.lengths, row.times, numbers, k, rules.micro_tokens, row.loads, rules.cost.caps()
-    )
-
-
-def _busiest_first(bins: list[list[int]], row: _Numbers) -> list[list[int]]:
-    times = row.times
-    return sorted(filter(None, bins), key=lambda one: -sum([times[n] for n in one]))
