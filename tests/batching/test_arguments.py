@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eke.batching.arguments import MOST, flag, one_of, whole_number
+from eke.batching.arguments import MOST, flag, one_of, seconds, whole_number
 from eke.errors import InputError
 
 
@@ -50,3 +50,13 @@ def test_what_is_not_among_the_names_is_refused(value: Any) -> None:
     one_of("it is unknown", "a", ("a", "b"))
     with pytest.raises(InputError, match=r"it is unknown; got .*; it is one of a, b"):
         one_of("it is unknown", value, ("a", "b"))
+
+
+@pytest.mark.parametrize("value", [0, -1, "100000d", float("inf"), float("nan")])
+def test_a_duration_that_nobody_waits_for_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match="patience"):
+        seconds("the patience", value)
+
+
+def test_a_duration_is_in_seconds() -> None:
+    assert (seconds("the patience", "10m"), seconds("the patience", 2)) == (600.0, 2.0)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eke.batching import Block, DynamicLoader, Exchange
+from eke.batching import Block, CostModel, DynamicLoader, Exchange
 from eke.batching.order import Place
 from eke.errors import EkeError, InputError
 
@@ -207,6 +207,20 @@ def test_a_state_that_another_eke_saved_in_mid_round_loses_nothing(
         loader.load_state_dict(state)
         seen += [uid for block in loader.blocks() for mb in block for uid in mb.uids]
     assert sorted(seen) == [(0, i) for i, n in enumerate(LENGTHS) if n]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_goes_on_with_a_cost_model_that_was_fitted_again(
+    token_dataset: MakeDataset, run_ranks: RunRanks, packing: bool
+) -> None:
+    """Other times make other plans: what is left of the round is planned by them."""
+    dataset = token_dataset(LENGTHS)
+    seen, state = [], None
+    for fixed, count in ((256.0, 2), (0.0, 2), (1000.0, 100)):
+        settings = {**SETTINGS, "packing": packing, "cost": CostModel(1.0, 0.1, 2.0, fixed)}
+        uids, _, state, _ = run_stage(run_ranks, 2, dataset, state, count, settings)
+        seen += uids
+    assert sorted(seen) == [(e, i) for e in range(2) for i, n in enumerate(LENGTHS) if n]
 
 
 @pytest.mark.parametrize("per_step", ["samples:5", "samples:30"])

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from eke.budget.units import parse_duration
 from eke.errors import InputError
 
 MOST = 2**48
@@ -54,3 +55,16 @@ def one_of(what: str, value: Any, names: Sequence[Any]) -> None:
     if not isinstance(value, str | None) or value not in names:
         rule = f"it is one of {', '.join(map(str, names))}"
         raise InputError(what, value=value, rule=rule)
+
+
+def seconds(name: str, value: float | str) -> float:
+    """The duration, "10m" for example, in seconds.
+
+    Raises:
+        InputError: it is none, or out of its range.
+    """
+    found = parse_duration(value, name)
+    if not 0 < found < 1e9:
+        rule = "it is above 0 and below 30 years"
+        raise InputError(f"{name} is out of range", value=value, rule=rule)
+    return found

@@ -27,7 +27,7 @@ from typing import Any, get_args
 import torch
 
 from eke.batching.ahead import Ahead
-from eke.batching.arguments import flag, one_of, whole_number
+from eke.batching.arguments import flag, one_of, seconds, whole_number
 from eke.batching.batch import Block, Loss, MicroBatch, Tokens
 from eke.batching.batch import collate as collate_tokens
 from eke.batching.cost import CostModel
@@ -42,7 +42,6 @@ from eke.batching.state import Counts, Progress, progress_of
 from eke.batching.stats import LoaderStats
 from eke.batching.tally import tally
 from eke.batching.triage import Overlength
-from eke.budget.units import parse_duration
 from eke.errors import EkeError, InputError
 from eke.version import __version__
 
@@ -138,10 +137,7 @@ class DynamicLoader:
             raise InputError("cost is not a CostModel", value=cost, fix="Give an eke.CostModel")
         if not isinstance(exchange, Exchange | None):
             raise InputError("exchange is not an Exchange", value=type(exchange).__name__)
-        patience_s = parse_duration(patience, "the loader's patience")
-        if not 0 < patience_s < 1e9:
-            rule = "it is above 0 and below 30 years"
-            raise InputError("the loader's patience is out of range", value=patience, rule=rule)
+        patience_s = seconds("the loader's patience", patience)
         if collate is not None and not callable(collate):
             raise InputError("collate is not a function", value=collate)
         step = PerStep.parse(per_step)
@@ -162,7 +158,7 @@ class DynamicLoader:
             "overlength": overlength,
             "shuffle": shuffle,
         }
-        self._config |= {"packing": packing, "wait_rounds": wait_rounds, "cost": rules.cost.name()}
+        self._config |= {"packing": packing, "wait_rounds": wait_rounds}
         self._config["move_samples"] = move_samples
         self._config["loss"] = self._loss = loss
         self._config["collate"] = None if collate is None else "own"
@@ -189,7 +185,8 @@ class DynamicLoader:
             keep_items=collate is not None,
         )
         workers = "some" if num_workers else "none"
-        manner = {"epochs": epochs, "num_workers": workers, "eke": __version__}
+        self._planner = f"{__version__} {rules.cost.name()}"
+        manner = {"epochs": epochs, "num_workers": workers, "planner": self._planner}
         self._maker = RoundMaker(
             self._exchange,
             self._fetcher,
@@ -205,7 +202,7 @@ class DynamicLoader:
         self._wish = self.stopped = ""
         self._ahead: Ahead[Round] | None = None
         self._thread_ahead = num_workers > 0
-        self._go_to(Progress(Place(), 0, self._size, micro_tokens, Counts()))
+        self._go_to(Progress(Place(), 0, self._size, micro_tokens, Counts(), planner=self._planner))
         _open.add(self)
 
     # ------------------------------------------------------------------ what a user calls
@@ -249,7 +246,7 @@ class DynamicLoader:
         lowered = state["config"].get("micro_tokens") == self._micro_tokens
         cap = progress.micro_tokens if lowered else self._micro_tokens
         self._wish = self.stopped = ""
-        self._go_to(progress.move_to(self._order, self._size, cap))
+        self._go_to(progress.move_to(self._order, self._size, cap, self._planner))
 
     @property
     def micro_tokens(self) -> int:
@@ -287,7 +284,8 @@ class DynamicLoader:
                 rule=f"below {self._progress.micro_tokens}",
             )
         self.take_back()
-        self._go_to(self._progress.move_to(self._order, self._size, micro_tokens))
+        at = self._progress.move_to(self._order, self._size, micro_tokens, self._planner)
+        self._go_to(at)
 
     def stop(self, why: str) -> None:
         """Wish that all ranks stop: they do so together, at the end of the round that is made next.
@@ -437,7 +435,9 @@ class DynamicLoader:
         waiting = waiting if any(waiting) else ()
         begun, after = self._round.progress, self._round.after
         begins = begun.begins if after.epoch == begun.place.epoch else ""
-        return Progress(after, block, self._size, cap, counts, waiting, begins=begins)
+        return Progress(
+            after, block, self._size, cap, counts, waiting, begins=begins, planner=self._planner
+        )
 
     # ------------------------------------------------------------------ one round
 

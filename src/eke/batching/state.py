@@ -1,7 +1,7 @@
 """What a loader's state holds, and whether a state fits a loader; pure functions over JSON values.
 
 A state names the round in progress (where it began, how many samples it took, which of them were
-delivered or dropped, for how many ranks, under which cap and by which eke it was planned) and the
+delivered or dropped, for how many ranks, under which cap and how it was planned) and the
 configuration that the order of the samples depends on. It is the same on every rank.
 
 Property: whatever the number of ranks and the cap that a state is loaded for, the samples that are
@@ -15,12 +15,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from eke.batching.order import AnyOrder, Place
 from eke.errors import InputError
-from eke.version import __version__
 
 VERSION = 4
 
@@ -45,7 +44,7 @@ class Progress:
         taken: samples that the round took from the order; 0 at the start of a round.
         delivered: their indices so far, in order of delivery.
         dropped: indices that the round dropped; counted in `counts`.
-        planner: the version of eke that planned the round: another may plan otherwise.
+        planner: the version of eke and the cost model that planned the round; others plan otherwise
         begins: a digest of the sample that the epoch of an iterable begins with; "" if nobody read
             it yet.
     """
@@ -59,8 +58,8 @@ class Progress:
     taken: int = 0
     delivered: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
-    planner: str = __version__
     begins: str = ""
+    planner: str = field(kw_only=True)
 
     def to_json(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The state, as JSON values."""
@@ -92,13 +91,15 @@ class Progress:
             "epoch": place.epoch, "cursor": place.cursor, "block": self.block, "samples": samples
         }  # fmt: skip
 
-    def move_to(self, order: AnyOrder, world_size: int, micro_tokens: int) -> Progress:
-        """The same progress for so many ranks, this cap and this eke.
+    def move_to(
+        self, order: AnyOrder, world_size: int, micro_tokens: int, planner: str
+    ) -> Progress:
+        """The same progress for so many ranks, this cap and this planner.
 
         If any is another, the round ends here: what is left of it goes first in the next one.
         """
         planned = (self.world_size, self.micro_tokens, self.planner)
-        if planned == (world_size, micro_tokens, __version__):
+        if planned == (world_size, micro_tokens, planner):
             return self
         indices, after = order.window(self.place, self.taken)
         done = {*self.delivered, *self.dropped}
@@ -106,7 +107,9 @@ class Progress:
         rest = tuple(index for index in (*own, *indices) if index not in done)
         place = replace(after, pending=rest + after.pending)
         begins = self.begins if place.epoch == self.place.epoch else ""
-        return Progress(place, self.block, world_size, micro_tokens, self.counts, begins=begins)
+        return Progress(
+            place, self.block, world_size, micro_tokens, self.counts, begins=begins, planner=planner
+        )
 
 
 def progress_of(
