@@ -127,7 +127,7 @@ def test_each_fault_turns_its_test_red(start_python: Any, tmp_path: Path) -> Non
         script.write_text(textwrap.dedent(fault.patch) + RUN)
         running[name] = start_python(script, fault.test, cwd=ROOT)
     for name, process in running.items():
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=240)
         expected = 1 if FAULTS[name].patch else 0
         assert process.returncode == expected, f"{name}: {out}{err}"
         assert FAULTS[name].shows in out, f"{name}: {out}"
