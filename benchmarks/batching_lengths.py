@@ -10,8 +10,11 @@ from. All of this is pure but for `real`.
 
 from __future__ import annotations
 
+import json
 import math
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,37 +90,31 @@ class RealText:
 
 def real() -> list[RealText]:
     """The built-in corpus, and the conversations of the PyPI package `chitchat-dataset`."""
-    from eke.data import builtin_tokenizer, open_source
+    return [RealText(name, [len(row["input_ids"]) for row in tokenized(name)]) for name in REAL]
+
+
+REAL = ("pydocs", "chitchat")
+
+
+def tokenized(name: str) -> list[Any]:
+    """The samples of a real text as eke's pipeline has them: `input_ids` and `labels`, [T]."""
+    from eke.data import TokenizedDataset, builtin_tokenizer, open_source
 
     pydocs = open_source("builtin:pydocs")
     tokenizer = builtin_tokenizer(pydocs)
-    return [
-        RealText("pydocs", _tokenized(pydocs, tokenizer)),
-        RealText("chitchat", _chitchat(tokenizer)),
-    ]
+    with tempfile.TemporaryDirectory() as where:
+        source = pydocs if name == "pydocs" else open_source(str(_chitchat(Path(where))))
+        dataset = TokenizedDataset(source, None, tokenizer, max_length=2**20, overlength="error")
+        return [dataset[i] for i in range(len(dataset))]
 
 
-def _tokenized(source: Any, tokenizer: Any) -> list[int]:
-    from eke.data import TokenizedDataset
-
-    dataset = TokenizedDataset(source, None, tokenizer, max_length=2**20, overlength="error")
-    return [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
-
-
-def _chitchat(tokenizer: Any) -> list[int]:
-    import json
-    import tempfile
-    from pathlib import Path
-
+def _chitchat(where: Path) -> Path:
     from chitchat_dataset import ConversationDataset
 
-    from eke.data import open_source
-
-    with tempfile.TemporaryDirectory() as where:
-        file = Path(where) / "chitchat.jsonl"
-        with file.open("w", encoding="utf-8") as out:
-            for conversation in ConversationDataset():
-                text = "\n".join(conversation)
-                if text.strip():
-                    out.write(json.dumps({"text": text}) + "\n")
-        return _tokenized(open_source(str(file)), tokenizer)
+    file = where / "chitchat.jsonl"
+    with file.open("w", encoding="utf-8") as out:
+        for conversation in ConversationDataset():
+            text = "\n".join(conversation)
+            if text.strip():
+                out.write(json.dumps({"text": text}) + "\n")
+    return file

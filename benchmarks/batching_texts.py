@@ -1,0 +1,124 @@
+"""What `batching_training` trains on: samples of tokens, made or of real text, and how they are put
+into tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.batching_lengths import SHAPES, tokenized
+from eke.version import __version__
+
+IGNORED = -100
+MADE, TEXTS = "training", ("pydocs", "chitchat")
+"""Workloads: made lengths, and real text."""
+SHRUNK, VOCABULARY = 16, 1024
+"""Made lengths are divided by it, so that an epoch takes seconds; their number of token ids."""
+
+
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of token ids, and of labels."""
+
+    def __init__(self, ids: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> None:
+        self._ids, self._labels = list(ids), list(labels)
+        self.lengths = [len(one) for one in ids]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._ids[index].clone(), "labels": self._labels[index].clone()}
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids a model needs."""
+        return max(int(one.max()) for one in self._ids) + 1
+
+    def first(self, count: int) -> Samples:
+        """The first so many."""
+        return Samples(self._ids[:count], self._labels[:count])
+
+
+def made(lengths: Sequence[int]) -> Samples:
+    """Random tokens; the first third of each sample does not train."""
+    generator = torch.Generator().manual_seed(0)
+    stream = torch.randint(1, VOCABULARY, (max(lengths) + 997,), generator=generator)
+    ids = [stream[i % 997 : i % 997 + n] for i, n in enumerate(lengths)]
+    labels = [one.clone() for one in ids]
+    for one in labels:
+        one[: len(one) // 3] = IGNORED
+    return Samples(ids, labels)
+
+
+def workload(name: str, count: int) -> tuple[Samples, int]:
+    """Samples, `count` of them at most, and the cap of a micro-batch in tokens."""
+    if name == MADE:
+        shape = SHAPES[2]
+        lengths = [max(4, n // SHRUNK) for n in shape.lengths(count, 0)]
+        return made(lengths), 4 * shape.cap // SHRUNK
+    samples = _text(name).first(count)
+    # As in `batching_lengths.RealText`.
+    lengths = samples.lengths
+    return samples, max(max(lengths), round(8 * sum(lengths) / len(lengths)))
+
+
+def _text(name: str) -> Samples:
+    """Kept in a file: every rank of every measurement needs it."""
+    kept = Path(tempfile.gettempdir()) / f"eke-bench-{name}-{__version__}-{os.getuid()}.npz"
+    if not kept.exists():
+        rows = tokenized(name)
+        lengths = np.array([len(row["input_ids"]) for row in rows])
+        columns = {
+            key: np.concatenate([np.asarray(row[key]) for row in rows])
+            for key in ("input_ids", "labels")
+        }
+        mine = kept.with_suffix(f".{os.getpid()}.npz")
+        np.savez(mine, lengths=lengths, **columns)
+        mine.rename(kept)
+    with np.load(kept) as found:
+        ends = np.cumsum(found["lengths"])[:-1].tolist()
+        columns = {key: torch.from_numpy(found[key]) for key in ("input_ids", "labels")}
+    ids, labels = (torch.tensor_split(columns[key], ends) for key in ("input_ids", "labels"))
+    return Samples(ids, labels)
+
+
+def padded(items: Any) -> dict[str, torch.Tensor]:
+    """Padded on the right, as eke does it; a single token that does not train of no sample."""
+    items = items if isinstance(items, list) else [items]
+    shape = max(1, len(items)), max([1, *(len(item["input_ids"]) for item in items)])
+    batch = {
+        "input_ids": torch.zeros(shape, dtype=torch.int64),
+        "labels": torch.full(shape, IGNORED),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+    }
+    for row, item in enumerate(items):
+        n = len(item["input_ids"])
+        batch["input_ids"][row, :n] = item["input_ids"]
+        batch["labels"][row, :n] = item["labels"]
+        batch["attention_mask"][row, :n] = 1
+    if not items:
+        batch["attention_mask"][0, 0] = 1
+    return batch
+
+
+def packed(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """End to end in one row, positions from 0 in each; the first label of each does not train."""
+    if not items:
+        one = torch.zeros(1, 1, dtype=torch.int64)
+        return {"input_ids": one, "labels": one + IGNORED, "position_ids": one.clone()}
+    labels = [item["labels"].clone() for item in items]
+    for own in labels:
+        own[0] = IGNORED
+    positions = [torch.arange(len(item["input_ids"])) for item in items]
+    return {
+        "input_ids": torch.cat([item["input_ids"] for item in items])[None],
+        "labels": torch.cat(labels)[None],
+        "position_ids": torch.cat(positions)[None],
+    }
