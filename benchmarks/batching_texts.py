@@ -1,5 +1,8 @@
 """What `batching_training` trains on: samples of tokens, made or of real text, and how they are put
 into tensors.
+
+A micro-batch's cap is four of the longest samples, so that a fixed batch that never exceeds it has
+four. Texts are cut at `CUT` tokens, as a trainer's `max_length` does it.
 """
 
 from __future__ import annotations
@@ -13,14 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.batching_claims import MADE
 from benchmarks.batching_lengths import SHAPES, tokenized
+from eke.batching.planner import DUMMY_TOKENS
 from eke.version import __version__
 
 IGNORED = -100
-MADE, TEXTS = "training", ("pydocs", "chitchat")
-"""Workloads: made lengths, and real text."""
 SHRUNK, VOCABULARY = 16, 1024
 """Made lengths are divided by it, so that an epoch takes seconds; their number of token ids."""
+CUT = 512
+"""Tokens of a text, at most: six samples of `pydocs` have more, and three conversations in ten."""
+FIXED = 4
+"""The longest samples that a micro-batch holds."""
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -41,9 +48,18 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """How many token ids a model needs."""
         return max(int(one.max()) for one in self._ids) + 1
 
-    def first(self, count: int) -> Samples:
-        """The first so many."""
-        return Samples(self._ids[:count], self._labels[:count])
+    @property
+    def label_tokens(self) -> int:
+        """Labels that train, after the causal shift."""
+        return sum(int((one[1:] != IGNORED).sum()) for one in self._labels)
+
+    def some(self, count: int, longest: int) -> Samples:
+        """So many of them at random, always the same ones, cut at `longest` tokens."""
+        generator = torch.Generator().manual_seed(0)
+        chosen = torch.randperm(len(self), generator=generator)[:count].tolist()
+        return Samples(
+            [self._ids[i][:longest] for i in chosen], [self._labels[i][:longest] for i in chosen]
+        )
 
 
 def made(lengths: Sequence[int]) -> Samples:
@@ -60,13 +76,10 @@ def made(lengths: Sequence[int]) -> Samples:
 def workload(name: str, count: int) -> tuple[Samples, int]:
     """Samples, `count` of them at most, and the cap of a micro-batch in tokens."""
     if name == MADE:
-        shape = SHAPES[2]
-        lengths = [max(4, n // SHRUNK) for n in shape.lengths(count, 0)]
-        return made(lengths), 4 * shape.cap // SHRUNK
-    samples = _text(name).first(count)
-    # As in `batching_lengths.RealText`.
-    lengths = samples.lengths
-    return samples, max(max(lengths), round(8 * sum(lengths) / len(lengths)))
+        samples = made([max(4, n // SHRUNK) for n in SHAPES[2].lengths(count, 0)])
+    else:
+        samples = _text(name).some(count, CUT)
+    return samples, FIXED * max(samples.lengths)
 
 
 def _text(name: str) -> Samples:
@@ -90,9 +103,10 @@ def _text(name: str) -> Samples:
 
 
 def padded(items: Any) -> dict[str, torch.Tensor]:
-    """Padded on the right, as eke does it; a single token that does not train of no sample."""
+    """Padded on the right, as eke does it; without a sample, a dummy of eke's shape."""
     items = items if isinstance(items, list) else [items]
-    shape = max(1, len(items)), max([1, *(len(item["input_ids"]) for item in items)])
+    longest = max((len(item["input_ids"]) for item in items), default=DUMMY_TOKENS)
+    shape = max(1, len(items)), longest
     batch = {
         "input_ids": torch.zeros(shape, dtype=torch.int64),
         "labels": torch.full(shape, IGNORED),
@@ -104,21 +118,22 @@ def padded(items: Any) -> dict[str, torch.Tensor]:
         batch["labels"][row, :n] = item["labels"]
         batch["attention_mask"][row, :n] = 1
     if not items:
-        batch["attention_mask"][0, 0] = 1
+        batch["attention_mask"] += 1
     return batch
 
 
 def packed(items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """End to end in one row, positions from 0 in each; the first label of each does not train."""
     if not items:
-        one = torch.zeros(1, 1, dtype=torch.int64)
-        return {"input_ids": one, "labels": one + IGNORED, "position_ids": one.clone()}
+        none = torch.zeros(1, DUMMY_TOKENS, dtype=torch.int64)
+        positions = torch.arange(DUMMY_TOKENS)[None]
+        return {"input_ids": none, "labels": none + IGNORED, "position_ids": positions}
     labels = [item["labels"].clone() for item in items]
     for own in labels:
         own[0] = IGNORED
-    positions = [torch.arange(len(item["input_ids"])) for item in items]
+    places = [torch.arange(len(item["input_ids"])) for item in items]
     return {
         "input_ids": torch.cat([item["input_ids"] for item in items])[None],
         "labels": torch.cat(labels)[None],
-        "position_ids": torch.cat(positions)[None],
+        "position_ids": torch.cat(places)[None],
     }

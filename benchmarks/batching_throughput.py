@@ -8,73 +8,61 @@ second from the loader's making to the last batch. `training`, `pydocs`, `chitch
 
 | environment variable | meaning |
 |---|---|
-| `EKE_BENCH_SAMPLES` | samples of an epoch (10,000 for `loader`; a tenth, of `chitchat` a quarter, in training) |
+| `EKE_BENCH_SAMPLES` | samples of the loader's epoch (10,000); those that train are in proportion |
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from benchmarks import batching_training as training
 from benchmarks import machine
 from benchmarks.batching_claims import ODB, THROUGHPUT
 from benchmarks.batching_lengths import SHAPES
-from benchmarks.batching_schedules import in_batches
+from benchmarks.batching_texts import Samples, made, padded
 from benchmarks.harness import REPETITIONS, answer, arms_wanted, collect, measuring, publish
 
-UNITS = {"rate": "samples/s", "labels": "labels/s", "batches": "micro-batches"}
-SAMPLES = int(os.environ.get("EKE_BENCH_SAMPLES", "10000"))
-OFFLINE, FIXED = "DataLoader, offline batches", "fixed batches"
-WORKERS, WINDOW, WARM = 2, 1024, 3
-VOCABULARY, IGNORED, SHRUNK = 1024, -100, 16
-RANK = "--rank"
+LOADER, OFFLINE = "loader", "DataLoader, offline batches"
+UNITS = {**training.UNITS, "rate": "samples/s"}
+WORKERS, WINDOW = 2, 1024
 
 
 def plan(repetitions: int) -> dict[tuple[str, str], int]:
     """How often each workload and arm is measured."""
-    loader = dict.fromkeys((("loader", arm) for arm in ("eke", OFFLINE, ODB)), repetitions)
-    training = [(workload, arm) for workload, arms in ARMS.items() for arm in arms]
-    return loader | dict.fromkeys(training, repetitions)
+    keys = [(LOADER, arm) for arm in ("eke", OFFLINE, ODB)]
+    keys += [(workload, arm) for workload, arms in training.ARMS.items() for arm in arms]
+    return dict.fromkeys(keys, repetitions)
 
 
-# ---------------------------------------------------------------------- the loader alone
-
-
-def eke_loader(dataset: Samples, cap: int, ranks: int, window: int) -> Any:
+def _eke(dataset: Samples, cap: int) -> Any:
     from eke.batching import DynamicLoader
 
     return DynamicLoader(
         dataset,
         micro_tokens=cap,
-        per_step=f"tokens:{ranks * cap}",
-        window=window,
+        per_step=f"tokens:{cap}",
+        window=WINDOW,
         num_workers=WORKERS,
         epochs=1,
     )
 
 
-def odb_loader(dataset: Samples, cap: int, window: int, sampler: Any = None) -> Any:
+def _released(dataset: Samples, cap: int) -> Any:
     import odb
 
     return odb.ODBDataLoader(
         dataset,
         token_budget=cap,
         batch_size=1,
-        shuffle=sampler is None,
-        sampler=sampler,
+        shuffle=True,
         num_workers=WORKERS,
-        prefetch_factor=window // WORKERS,
-        collate_fn=collate,
-        loss_scaling="none" if sampler is None else "exact",
+        prefetch_factor=WINDOW // WORKERS,
+        collate_fn=padded,
+        loss_scaling="none",
         join=False,
     )
 
@@ -91,11 +79,12 @@ def sorted_batches(lengths: Sequence[int], cap: int) -> list[list[int]]:
 
 
 def loaded(arm: str) -> dict[str, list[float]]:
+    """One epoch of the loader alone."""
     shape = SHAPES[0]
-    dataset = Samples(shape.lengths(SAMPLES, 0))
+    dataset = made(shape.lengths(training.COUNT, 0))
     began, samples, batches = time.perf_counter(), 0, 0
     if arm == "eke":
-        with eke_loader(dataset, shape.cap, 1, WINDOW) as loader:
+        with _eke(dataset, shape.cap) as loader:
             for block in loader.blocks():
                 samples += block.samples
                 batches += len(block)
@@ -104,10 +93,10 @@ def loaded(arm: str) -> dict[str, list[float]]:
         if arm == OFFLINE:
             batch_sampler = sorted_batches(dataset.lengths, shape.cap)
             plain: Any = torch.utils.data.DataLoader(
-                dataset, batch_sampler=batch_sampler, num_workers=WORKERS, collate_fn=collate
+                dataset, batch_sampler=batch_sampler, num_workers=WORKERS, collate_fn=padded
             )
         else:
-            plain = odb_loader(dataset, shape.cap, WINDOW)
+            plain = _released(dataset, shape.cap)
         for batch in plain:
             samples += len(batch["input_ids"])
             batches += 1
@@ -116,17 +105,21 @@ def loaded(arm: str) -> dict[str, list[float]]:
 
 
 def measure(workload: str, arm: str) -> None:
+    """The loader's, in a process of its own."""
     before = machine.counters()
-    metrics = loaded(arm) if workload == "loader" else trained(workload, arm)
-    answer(metrics, machine.contamination(before, machine.counters()))
+    answer(loaded(arm), machine.contamination(before, machine.counters()))
 
 
 def main() -> None:
     if measuring(measure):
         return
     times = {key: n for key, n in plan(REPETITIONS).items() if key in arms_wanted(plan(1))}
-    seconds = {key: 15.0 if key[0] == "loader" else 40.0 for key in times}
-    publish(THROUGHPUT, collect(THROUGHPUT, times, seconds), UNITS)
+    loader = {key: n for key, n in times.items() if key[0] == LOADER}
+    results = collect(THROUGHPUT, loader, dict.fromkeys(loader, 10.0)) if loader else {}
+    for workload in training.ARMS:
+        if mine := {key: n for key, n in times.items() if key[0] == workload}:
+            results |= training.trained(workload, mine)
+    publish(THROUGHPUT, results, UNITS)
 
 
 if __name__ == "__main__":

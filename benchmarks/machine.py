@@ -74,6 +74,14 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def descendants_of(pid: int) -> list[psutil.Process]:
+    """The same of another process; none if it has ended."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
 def cpu_s() -> float:
     """User and system seconds of this process, what it waited for, and its living descendants."""
     ended = os.times()
