@@ -26,17 +26,25 @@ from typing import Any
 
 from benchmarks import batching_peers as peers
 from benchmarks.batching_claims import (
+    BATCHING_CLAIMS,
+    DRAINED,
     EFFICIENCY,
     EVERYWHERE,
+    LHOTSE,
     ODB,
     OURS,
     PACKED,
     PADDED,
     PLAIN_STEP,
     REBALANCED,
+    RIVALS,
     SAMPLES,
+    TRL,
     WAITING,
     cell,
+    lead,
+    staying,
+    uncharged,
 )
 from benchmarks.batching_lengths import SHAPES, RealText, Shape, real
 from benchmarks.batching_schedules import UNITS as FIGURES
@@ -53,7 +61,7 @@ PER_STEP = 2
 """Micro-batches of a rank in an optimizer step of eke's, about."""
 FIXED = 4
 """Samples of a rank in a micro-batch that is given a number of samples and no cap."""
-UNITS = {**FIGURES, "least lead": "x"}
+UNITS = {**FIGURES, **{lead(metric, rival): "x" for _, metric, rival in RIVALS}}
 
 Arm = Callable[[list[int], int, int, int, int], Schedule]
 """Of lengths, cap, ranks, window and seed."""
@@ -79,18 +87,30 @@ def _in_samples(n: int) -> tuple[Arm, Arm]:
     return _ours(per_step=PerStep("samples", n)), rebalanced
 
 
-WINDOWED: dict[str, Arm] = {
-    PADDED: _ours(),
-    WAITING: _ours(wait_rounds=1),
-    PACKED: _ours(packed=True, wait_rounds=1),
-    PLAIN_STEP: _one_a_step,
-    ODB: peers.odb,
-}
+def _tokens_arms() -> dict[str, Arm]:
+    """Steps of so many tokens: padded and packed, draining and waiting, moving and staying."""
+    arms: dict[str, Arm] = {}
+    for arm, settings in (
+        (PADDED, {}),
+        (WAITING, {"wait_rounds": 1}),
+        (DRAINED, {"packed": True}),
+        (PACKED, {"packed": True, "wait_rounds": 1}),
+    ):
+        arms[arm] = _ours(**settings)
+        arms[staying(arm)] = _ours(**settings, move=False)
+        if arm in (PADDED, WAITING):
+            arms[uncharged(arm)] = _ours(**settings, charge=0)
+            arms[uncharged(staying(arm))] = _ours(**settings, charge=0, move=False)
+    return arms
+
+
+WINDOWED: dict[str, Arm] = {**_tokens_arms(), PLAIN_STEP: _one_a_step, ODB: peers.odb}
 """What looks ahead so many samples of each rank."""
 
-LHOTSE = "lhotse DynamicBucketing"
 WHOLE: dict[str, Arm] = {
     **{SAMPLES[n]: _in_samples(n)[0] for n in SAMPLES},
+    **{uncharged(SAMPLES[n]): _ours(per_step=PerStep("samples", n), charge=0) for n in SAMPLES},
+    **{staying(SAMPLES[n]): _ours(per_step=PerStep("samples", n), move=False) for n in SAMPLES},
     **{REBALANCED[n]: _in_samples(n)[1] for n in SAMPLES},
     f"fixed, {FIXED} a rank": lambda n, cap, ranks, w, seed: fixed(n, ranks, FIXED, seed),
     "fixed, 1 a rank": lambda n, cap, ranks, w, seed: fixed(n, ranks, 1, seed),
@@ -98,7 +118,7 @@ WHOLE: dict[str, Arm] = {
         n, ranks, FIXED, seed
     ),
     LHOTSE: lambda n, cap, ranks, w, seed: peers.lhotse(n, cap, ranks, seed),
-    "TRL bfd": lambda n, cap, ranks, w, seed: peers.trl(n, cap, ranks, "bfd", seed),
+    TRL: lambda n, cap, ranks, w, seed: peers.trl(n, cap, ranks, "bfd", seed),
     "TRL wrapped": lambda n, cap, ranks, w, seed: peers.trl(n, cap, ranks, "wrapped", seed),
     "offline oracle": lambda n, cap, ranks, w, seed: oracle(n, cap, ranks),
 }
@@ -138,19 +158,17 @@ class Table:
             if mine:
                 worst = {m: [max(abs(v) for row in mine for v in row[m])] for m in ("lost", "over")}
                 out[EVERYWHERE, arm] = Found(worst)
-        rivals = {PADDED: ODB, WAITING: ODB, PACKED: ODB}
-        rivals |= {SAMPLES[n]: REBALANCED[n] for n in SAMPLES}
-        for arm, rival in rivals.items():
-            if leads := list(self._leads(arm, rival)):
-                out[EVERYWHERE, arm].values["least lead"] = [min(leads)]
+        for arm, metric, rival in RIVALS:
+            if leads := list(self._leads(arm, metric, rival)):
+                out[EVERYWHERE, arm].values[lead(metric, rival)] = [min(leads)]
         return out
 
-    def _leads(self, arm: str, rival: str) -> Iterator[float]:
+    def _leads(self, arm: str, metric: str, rival: str) -> Iterator[float]:
         """Over the seeds that both have, cell by cell."""
         for (workload, name), row in self.found.items():
             other = self.found.get((workload, rival))
             if name == arm and other:
-                pairs = list(zip(row["efficiency"], other["efficiency"], strict=False))
+                pairs = list(zip(row[metric], other[metric], strict=False))
                 yield sum(a for a, _ in pairs) / sum(b for _, b in pairs)
 
 
@@ -174,7 +192,7 @@ def measure(table: Table, shape: Shape | RealText, ranks: int, window: int) -> N
     for seed in _seeds(ranks):
         limit = bound(_lengths(shape, ranks, seed), ranks, window, seed)
         table.add(workload, "bound", {"efficiency": limit})
-    print(f"  {workload:<26} {'bound':<34} {table.mean(workload, 'bound', 'efficiency'):7.2%}")
+    print(f"  {workload:<26} {'bound':<51} {table.mean(workload, 'bound', 'efficiency'):7.2%}")
 
 
 def _seeds(ranks: int) -> range:
@@ -189,16 +207,30 @@ def _lengths(shape: Shape | RealText, ranks: int, seed: int) -> list[int]:
 
 def _show(table: Table, workload: str, arm: str, took_s: float) -> None:
     if (workload, arm) in table.errors:
-        print(f"  {workload:<26} {arm:<34} FAILED {table.errors[workload, arm]}", flush=True)
+        print(f"  {workload:<26} {arm:<51} FAILED {table.errors[workload, arm]}", flush=True)
         return
     values = {metric: table.mean(workload, arm, metric) or 0.0 for metric in FIGURES}
     print(
-        f"  {workload:<26} {arm:<34} {values['efficiency']:7.2%}  padding {values['padding']:6.2%}"
+        f"  {workload:<26} {arm:<51} {values['efficiency']:7.2%}  charged "
+        f"{values['charged']:7.2%}  padding {values['padding']:6.2%}"
         f"  fill {values['fill']:6.2%}  steps {values['steps']:7.0f}  dummies "
         f"{values['dummies']:6.2%}  lost {values['lost']:5.0f}  over {values['over']:5.0f}"
         f"  ({took_s:.1f} s)",
         flush=True,
     )
+
+
+def show_marks(table: Table) -> None:
+    """The marks of steps of so many tokens, and beside each what windows that drain and samples
+    that stay allow: a mark above it can be met by what waits only."""
+    print(f"\n{EFFICIENCY}: marks, samples stay" + " " * 45 + "mark   measured  charged  bound")
+    for claim in BATCHING_CLAIMS:
+        if claim.row in ("padded", "packed"):
+            key = claim.workload, claim.arm
+            shown = [table.mean(*key, metric) for metric in ("efficiency", "charged")]
+            shown.append(table.mean(claim.workload, "bound", "efficiency"))
+            figures = "  ".join("   -   " if x is None else f"{x:7.2%}" for x in shown)
+            print(f"  {claim.workload:<26} {claim.arm:<40} {claim.limit:7.2%}  {figures}")
 
 
 def publish(table: Table) -> bool:
@@ -216,6 +248,7 @@ def publish(table: Table) -> bool:
         row |= {"seeds": len(efficiency), "error": table.errors.get(key, "")}
         rows.append({**row, "samples_a_rank": SAMPLES_A_RANK, **about})
     append(RESULTS / f"{EFFICIENCY}.csv", rows)
+    show_marks(table)
     return publish_claims(EFFICIENCY, table.results(), about)
 
 

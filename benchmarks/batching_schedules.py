@@ -6,6 +6,8 @@ a dummy. No tensors, no processes and no clock: the figures are exact. All of th
 Figures, W ranks, cap L:
 
     efficiency = real tokens / (W * sum over micro-steps of the largest rank's occupied tokens)
+    charged    = the same with 256 tokens more for every micro-step: what a micro-batch costs
+                 however small it is, as `CostModel` has it by default
     padding    = 1 - real tokens / occupied tokens
     fill       = real tokens / (W * micro-steps * L)
 """
@@ -15,11 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from eke.batching.cost import CostModel
 from eke.batching.order import Order, Place
 from eke.batching.planner import DUMMY_TOKENS, PerStep, Rules, Sample, plan_round
 
 Step = list[list[int]]
 """The lengths of each rank's micro-batch."""
+
+CHARGE = round(CostModel().per_micro_batch)
+"""Tokens that a micro-batch costs besides its own."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Schedule:
 
 UNITS = {
     "efficiency": "share",
+    "charged": "share",
     "padding": "share",
     "fill": "share",
     "steps": "micro-steps",
@@ -72,6 +79,7 @@ def figures(schedule: Schedule, lengths: Sequence[int], cap: int) -> dict[str, f
     whole = seen if schedule.whole is None else schedule.whole
     return {
         "efficiency": real / max(1, paced),
+        "charged": real / max(1, paced + CHARGE * batches),
         "padding": 1 - real / max(1, occupied),
         "fill": real / max(1, batches * cap),
         "steps": float(len(schedule.steps)),
@@ -113,15 +121,20 @@ def eke(
     per_step: PerStep | None = None,
     packed: bool = False,
     wait_rounds: int = 0,
+    move: bool = True,
+    charge: int = CHARGE,
     seed: int = 0,
 ) -> Schedule:
     """The rounds of an epoch as the loader makes them, by the loader's own planner.
 
     Args:
         per_step: by default tokens, about one micro-batch of every rank.
+        move: whether samples move between ranks.
+        charge: tokens that the planner takes a micro-batch to cost besides its own.
     """
     per_step = per_step or PerStep("tokens", ranks * cap)
-    rules = Rules(cap, per_step, packed=packed, wait_rounds=wait_rounds)
+    cost = CostModel(per_micro_batch=float(charge))
+    rules = Rules(cap, per_step, cost, packed=packed, wait_rounds=wait_rounds, move=move)
     order, place = Order(len(lengths), seed, shuffle=True), Place()
     round_samples = window * ranks
     if per_step.unit == "samples":

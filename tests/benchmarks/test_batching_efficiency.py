@@ -1,7 +1,15 @@
 """What a claim about batching needs is measured, and the worst cell is the worst."""
 
 import pytest
-from benchmarks.batching_claims import BATCHING_CLAIMS, EFFICIENCY, EVERYWHERE, ODB, PADDED, cell
+from benchmarks.batching_claims import (
+    BATCHING_CLAIMS,
+    EFFICIENCY,
+    EVERYWHERE,
+    ODB,
+    PADDED,
+    cell,
+    lead,
+)
 from benchmarks.batching_efficiency import RANKS, UNITS, WHOLE, WINDOWED, WINDOWS, Table
 from benchmarks.batching_lengths import SHAPES
 from benchmarks.claims import verdicts
@@ -22,11 +30,17 @@ def test_what_a_claim_needs_is_measured(claim):
 def test_the_lead_is_that_of_the_worst_cell_and_losses_are_never_averaged_away():
     table = Table()
     for workload, ours, theirs, lost in (("a", 0.9, 0.8, 0), ("b", 0.7, 0.75, -2)):
-        table.add(workload, PADDED, {"efficiency": ours, "lost": lost, "over": 0})
-        table.add(workload, ODB, {"efficiency": theirs, "lost": 9, "over": 9})
-    table.add("a", PADDED, {"efficiency": 0.1, "lost": 0, "over": 0})  # a seed that ODB has not
+        table.add(
+            workload, PADDED, {"efficiency": ours, "charged": ours / 2, "lost": lost, "over": 0}
+        )
+        table.add(workload, ODB, {"efficiency": theirs, "charged": 0.4, "lost": 9, "over": 9})
+    table.add(
+        "a", PADDED, {"efficiency": 0.1, "charged": 0.1, "lost": 0, "over": 0}
+    )  # a seed that ODB has not
     found = table.results()
-    assert found[EVERYWHERE, PADDED].values["least lead"] == [pytest.approx(0.7 / 0.75)]
+    worst = found[EVERYWHERE, PADDED].values
+    assert worst[lead("efficiency", ODB)] == [pytest.approx(0.7 / 0.75)]
+    assert worst[lead("charged", ODB)] == [pytest.approx(0.35 / 0.4)]
     assert found[EVERYWHERE, PADDED].values["lost"] == [2]
     assert found["a", PADDED].values["efficiency"] == [pytest.approx(0.5)]
     assert found["b", PADDED].values["lost"] == [-2]

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from benchmarks.batching_schedules import (
+    CHARGE,
     UNITS,
     Schedule,
     bound,
@@ -26,6 +27,7 @@ def test_figures_of_a_schedule_by_hand():
     found = figures(schedule, [9, 4, 5, 3], cap=17)
     assert found.keys() == UNITS.keys()
     assert found["efficiency"] == 21 / (2 * 18 + 2 * 3)
+    assert found["charged"] == 21 / (2 * (18 + CHARGE) + 2 * (3 + CHARGE))
     assert found["padding"] == 1 - 21 / (18 + 5 + 3 + DUMMY_TOKENS)
     assert found["fill"] == 21 / (2 * 2 * 17)
     assert (found["steps"], found["dummies"], found["lost"], found["over"]) == (2, 0.25, 0, 1)
@@ -49,6 +51,8 @@ def test_dealing():
         {"packed": True},
         {"packed": True, "wait_rounds": 1},
         {"per_step": PerStep("samples", 7)},
+        {"per_step": PerStep("samples", 7), "move": False},
+        {"move": False, "wait_rounds": 1, "charge": 0},
     ],
     ids=str,
 )
@@ -62,7 +66,7 @@ def test_every_sample_is_in_a_schedule_once(settings):
 def test_what_stays_and_drains_never_passes_the_bound():
     for window in (4, 16, 64):
         for packed in (False, True):
-            one = eke(LENGTHS, 64, 3, window, packed=packed)
+            one = eke(LENGTHS, 64, 3, window, packed=packed, move=False)
             limit = bound(LENGTHS, 3, window, 0)
             assert figures(one, LENGTHS, 64)["efficiency"] <= limit <= 1
 
