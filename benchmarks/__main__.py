@@ -14,6 +14,7 @@ NAMES = (
     "batching_efficiency",
     "batching_planner",
     "batching_throughput",
+    "batching_robustness",
 )
 
 

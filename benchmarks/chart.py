@@ -1,9 +1,9 @@
 """Pictures of the committed results: what a checkpoint of W1 costs with eke and with its peers, and
-how full and even micro-batches are.
+(`batching_chart`) how full and even micro-batches are.
 
 `python -m benchmarks.chart` draws `docs/images/checkpoint-benchmark.svg` from the last run in
-`results/`, `python -m benchmarks.chart batching` `docs/images/batching-benchmark.svg`. `drawn`,
-`last_run` and `batched` are pure.
+`results/`, `python -m benchmarks.chart batching` `docs/images/batching-benchmark.svg`. `drawn` and
+`last_run` are pure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.batching_claims import ODB, PACKED, REBALANCED, WAITING, cell
-from benchmarks.batching_lengths import SHAPES
 from benchmarks.claims import KEPT
 from benchmarks.harness import RESULTS
 from eke.report import text
@@ -24,7 +22,6 @@ from eke.report.svg import el, figure, line, rect, title, words
 
 OUT = Path(__file__).parent.parent / "docs" / "images" / "checkpoint-benchmark.svg"
 HEADING = "What a checkpoint costs"
-BATCHED_OUT = OUT.with_name("batching-benchmark.svg")
 WIDTH, ROW, TOP, LABELS, GAP = 860, 24, 66, 176.0, 18.0
 Row = Mapping[str, str]
 
@@ -40,10 +37,8 @@ class Panel:
 
     def shown(self, value: float) -> str:
         """The figure as text."""
-        if self.metric in ("memory", "padding", "efficiency"):
+        if self.metric == "memory":
             return text.share(value)
-        if self.metric == "labels":
-            return text.count(round(value))
         return f"{value:.2g}" if self.metric == "cpu" else text.duration(value)
 
 
@@ -86,32 +81,25 @@ def medians(rows: Sequence[Row], metric: str) -> dict[str, float]:
 def drawn(
     found: Mapping[Panel, Mapping[str, float]],
     footer: str,
-    *,
-    heading: str = HEADING,
-    says: str = "the shorter, the better",
-    arms: Sequence[str] = ARMS,
-    labels: float = LABELS,
 ) -> str:
     """An SVG document, in light and in dark.
 
     Args:
         found: for each panel, arm -> figure; an arm without one gets a dash.
-        says: how to read it.
-        labels: the room for the names of arms; those that begin with eke stand out.
     """
-    height = TOP + ROW * len(arms) + 34
-    column = (WIDTH - labels - 8.0) / len(found)
-    out = [words(8, 20, f"{heading} ({says})", "strong")]
-    for number, arm in enumerate(arms):
+    height = TOP + ROW * len(ARMS) + 34
+    column = (WIDTH - LABELS - 8.0) / len(found)
+    out = [words(8, 20, f"{HEADING} (the shorter, the better)", "strong")]
+    for number, arm in enumerate(ARMS):
         y = TOP + ROW * number + 15.0
-        out.append(words(labels - 8, y, arm, "strong" if _is_ours(arm) else "t", "end"))
+        out.append(words(LABELS - 8, y, arm, "strong" if _is_ours(arm) else "t", "end"))
     for place, (panel, values) in enumerate(found.items()):
-        x = labels + place * column
+        x = LABELS + place * column
         most = max([*values.values(), 1e-12])
         room = column - GAP - 52.0
         out += [words(x, 44, panel.heading, "strong"), words(x, 58, panel.note, "small")]
-        out.append(line(x, TOP - 2, x, TOP + ROW * len(arms), "axis"))
-        for number, arm in enumerate(arms):
+        out.append(line(x, TOP - 2, x, TOP + ROW * len(ARMS), "axis"))
+        for number, arm in enumerate(ARMS):
             y = float(TOP + ROW * number)
             if arm not in values:
                 out.append(words(x + 5, y + 15, "–", "value"))
@@ -124,13 +112,20 @@ def drawn(
     out.append(words(8, height - 10, footer, "small"))
     described = "; ".join(
         f"{p.heading.lower()}: "
-        + ", ".join(f"{arm} {p.shown(found[p][arm])}" for arm in arms if arm in found[p])
+        + ", ".join(f"{arm} {p.shown(found[p][arm])}" for arm in ARMS if arm in found[p])
         for p in found
     )
-    css = (TEMPLATES / "chart.css").read_text("utf-8")
+    return picture(HEADING, height, described, out)
+
+
+def picture(
+    heading: str, height: int, described: str, parts: Sequence[str], style: str = ""
+) -> str:
+    """Parts on a card, with the report's colours and `style` besides."""
+    css = (TEMPLATES / "chart.css").read_text("utf-8") + style
     card = el("style", css) + rect(0, 0, WIDTH, height, "card")
-    picture = figure("bench", WIDTH, height, heading, f"{described}.", card, *out)
-    return picture.replace("<svg ", f'<svg width="{WIDTH}" height="{height}" ', 1) + "\n"
+    whole = figure("bench", WIDTH, height, heading, f"{described}.", card, *parts)
+    return whole.replace("<svg ", f'<svg width="{WIDTH}" height="{height}" ', 1) + "\n"
 
 
 def read(script: str) -> list[Row]:
@@ -139,67 +134,11 @@ def read(script: str) -> list[Row]:
         return last_run(list(csv.DictReader(file)))
 
 
-BATCHED = (
-    Panel("batching_efficiency", "padding", "Padding", "of computed tokens: shorter is better"),
-    Panel("batching_efficiency", "efficiency", "Efficiency", "8 ranks: longer is better"),
-    Panel("batching_throughput", "labels", "Labels a second", "2 ranks: longer is better"),
-)
-BATCHED_AS = {
-    PACKED: "eke, packed",
-    WAITING: "eke, padded",
-    ODB: ODB,
-    "lhotse DynamicBucketing": "lhotse DynamicBucketing",
-    REBALANCED[256]: "BatchRebalanceSampler",
-    "LengthGroupedSampler, 4 a rank": "LengthGroupedSampler",
-    "fixed, 4 a rank": "fixed batches",
-}
-"""Arms of `batching_efficiency` -> as they are called in the picture."""
-
-
-def batched(exact: Sequence[Row], timed: Sequence[Row]) -> dict[Panel, dict[str, float]]:
-    """The figures of ShareGPT4o-like lengths, which both benchmarks have.
-
-    Args:
-        exact: rows of `batching_efficiency.csv`.
-        timed: rows of `batching_throughput.csv`; its `eke` is eke with padding.
-    """
-    workload = cell(SHAPES[2].name, 8, 1024)
-    rows = [r for r in exact if r["workload"] == workload and r["arm"] in BATCHED_AS]
-    found = {
-        panel: {BATCHED_AS[r["arm"]]: float(r[panel.metric]) for r in rows if r[panel.metric]}
-        for panel in BATCHED[:2]
-    }
-    names = {"eke": "eke, padded"}
-    found[BATCHED[2]] = {
-        names.get(row["arm"], row["arm"]): float(row["median"])
-        for row in timed
-        if row["workload"] == "training" and row["metric"] == "labels"
-    }
-    return found
-
-
-def draw_batching() -> None:
-    """From the last run of both benchmarks."""
-    exact, timed = read("batching_efficiency"), read("batching_throughput")
-    footer = (
-        f"Lengths as in ShareGPT4o (synthetic, CV 1.0), windows of 1,024, means of three seeds; "
-        f"labels a second on {timed[-1]['cores']} cores, medians; {timed[-1]['date'][:10]}"
-    )
-    picture = drawn(
-        batched(exact, timed),
-        footer,
-        heading="How full and how even micro-batches are",
-        says="real tokens / those that the slowest rank computes",
-        arms=tuple(BATCHED_AS.values()),
-    )
-    BATCHED_OUT.parent.mkdir(parents=True, exist_ok=True)
-    BATCHED_OUT.write_text(picture)
-    print(BATCHED_OUT)
-
-
 def main() -> None:
     if sys.argv[1:] == ["batching"]:
-        draw_batching()
+        from benchmarks.batching_chart import draw_batching  # it draws with what is here
+
+        print(draw_batching())
         return
     runs = {script: read(script) for script in {panel.script for panel in PANELS}}
     about = runs["checkpoint_save"][-1]

@@ -5,10 +5,8 @@ import xml.etree.ElementTree as ET
 import pytest
 from benchmarks.chart import (
     ARMS,
-    BATCHED_AS,
     PANELS,
     WIDTH,
-    batched,
     drawn,
     last_run,
     medians,
@@ -54,34 +52,3 @@ def test_only_the_last_run_is_drawn():
     rows = [row("1", "eke", 9), row("1", "old", 9), row("2", "eke", 3), row("2", "eke", 8, "W3")]
     assert medians(last_run(rows), "cpu") == {"eke": 3.0}
     assert last_run([]) == []
-
-
-def test_batching_is_drawn_from_both_benchmarks():
-    workload = "ShareGPT4o-like 8x1024"
-    exact = [
-        {
-            "workload": workload,
-            "arm": "eke, padded, waits",
-            "padding": "0.01",
-            "efficiency": "0.95",
-        },
-        {"workload": workload, "arm": "fixed, 4 a rank", "padding": "0.7", "efficiency": "0.24"},
-        {"workload": workload, "arm": "lhotse DynamicBucketing", "padding": "", "efficiency": ""},
-        {"workload": "other", "arm": "fixed, 4 a rank", "padding": "0.9", "efficiency": "0.9"},
-    ]
-    timed = [
-        {"workload": "training", "arm": "eke", "metric": "labels", "median": "2100"},
-        {"workload": "training", "arm": "eke", "metric": "batches", "median": "7"},
-        {"workload": "loader", "arm": "eke", "metric": "labels", "median": "1"},
-    ]
-    found = batched(exact, timed)
-    assert [dict(values) for values in found.values()] == [
-        {"eke, padded": 0.01, "fixed batches": 0.7},
-        {"eke, padded": 0.95, "fixed batches": 0.24},
-        {"eke, padded": 2100.0},
-    ]
-    picture = drawn(found, "foot", heading="H", arms=tuple(BATCHED_AS.values()))
-    ET.fromstring(picture)
-    assert "95" in picture
-    assert "2,100" in picture
-    assert "lhotse DynamicBucketing" in picture

@@ -10,6 +10,7 @@ from benchmarks.claims import CLAIMS, KEPT, MUSTS, Claim, judge, verdicts
 from benchmarks import (
     batching_efficiency,
     batching_planner,
+    batching_robustness,
     batching_throughput,
     checkpoint_integrity,
     checkpoint_restore,
@@ -24,6 +25,7 @@ SCRIPTS = {
     "checkpoint_integrity": checkpoint_integrity,
     "batching_planner": batching_planner,
     "batching_throughput": batching_throughput,
+    "batching_robustness": batching_robustness,
 }
 ALL = {**SCRIPTS, "batching_efficiency": batching_efficiency}
 RATIO = Claim("cpu", "checkpoint_save", "W1", "cpu", 0.3, against=(KEPT, "floor"))
