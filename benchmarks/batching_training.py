@@ -4,8 +4,8 @@ A transformer of two layers of 64, one thread and one loader worker a rank. Labe
 both ranks, a second of the slower one, over one whole epoch, from when the first step's
 micro-batches are there: an arm's start is not measured, and a step on full micro-batches comes
 before. Every arm accumulates to about as many tokens a step, so none is charged for more updates,
-and keeps the same cap on the tokens of a micro-batch, padding included. `lost` says what share of
-the epoch's labels an arm did not train; below 0, it trained some twice.
+and has the same cap on the tokens of a micro-batch, padding included; `over` says how often it was
+exceeded, `lost` what share of the epoch's labels an arm did not train (below 0, some twice).
 
 Both ranks measure all arms of a round one after another, in an order drawn from the seed; each
 round has new processes. Ranks wait for each other at the end of a step only, as DDP does when it
@@ -72,6 +72,7 @@ UNITS = {
     "efficiency": "share",
     "batches": "micro-steps",
     "steps": "optimizer steps",
+    "over": "share of micro-batches",
     "lost": "share of labels",
 }
 RANKS, WORKERS, WINDOW = 2, 1, 128
@@ -384,7 +385,9 @@ class Pair:
             process.wait()
 
 
-def merged(ranks: Sequence[Mapping[str, Any]], label_tokens: int) -> dict[str, list[float]]:
+def merged(
+    ranks: Sequence[Mapping[str, Any]], label_tokens: int, cap: int
+) -> dict[str, list[float]]:
     """Both ranks' epoch as figures of `UNITS`; pure."""
     real = sum(sum(one["real"]) for one in ranks)
     occupied = [one["occupied"] for one in ranks]
@@ -396,6 +399,7 @@ def merged(ranks: Sequence[Mapping[str, Any]], label_tokens: int) -> dict[str, l
         "efficiency": [real / paced],
         "batches": [float(len(occupied[0]))],
         "steps": [float(ranks[0]["steps"])],
+        "over": [sum(n > cap for one in occupied for n in one) / sum(map(len, occupied))],
         "lost": [1 - labels / label_tokens],
     }
 
@@ -403,7 +407,8 @@ def merged(ranks: Sequence[Mapping[str, Any]], label_tokens: int) -> dict[str, l
 def trained(name: str, times: Mapping[Key, int]) -> Results:
     """Rounds of every arm of one workload, one epoch of each in a round."""
     results: Results = {key: Found() for key in times}
-    total = workload(name, SAMPLES[name])[0].label_tokens
+    samples, cap = workload(name, SAMPLES[name])
+    about = samples.label_tokens, cap
     rounds = in_rounds(times, SEED)
     with tempfile.TemporaryDirectory(prefix="eke-bench-") as at:
         where = Path(at)
@@ -414,36 +419,38 @@ def trained(name: str, times: Mapping[Key, int]) -> Results:
                 label = f"  round {number + 1}/{len(rounds)}  {name:<9} {key[1]:<24} "
                 if is_released_loader(*key):  # in processes that end with it
                     own = Pair(name, where)
-                    _measure(own, key, results[key], total, label, tries=1)
+                    _measure(own, key, results[key], about, label, tries=1)
                     own.close()
-                elif not _measure(pair, key, results[key], total, label, tries=TRIES):
+                elif not _measure(pair, key, results[key], about, label, tries=TRIES):
                     pair.close()
                     pair = Pair(name, where)
             pair.close()
     return results
 
 
-def _measure(pair: Pair, key: Key, found: Found, total: int, label: str, tries: int) -> bool:
+def _measure(
+    pair: Pair, key: Key, found: Found, about: tuple[int, int], label: str, tries: int
+) -> bool:
     """Whether it did not fail; repeated while others disturb it."""
     for attempt in range(tries):
         before = machine.counters()
         try:
-            metrics = merged(pair.train(key[1]), total)
+            metrics = merged(pair.train(key[1]), *about)
         except RuntimeError as error:
             found.errors.append(str(error))
             print(f"{label}FAILED {error}", flush=True)
             return False
         after = machine.counters()
-        about = machine.contamination(before, after)
-        if about.quiet or attempt == tries - 1 or SCALE != 1:
-            found.add(metrics, about.quiet)
+        others = machine.contamination(before, after)
+        if others.quiet or attempt == tries - 1 or SCALE != 1:
+            found.add(metrics, others.quiet)
             shown = "  ".join(f"{m} {v[0]:.4g}" for m, v in metrics.items())
             took = f"{after.at_s - before.at_s:5.1f} s, {after.own_s - before.own_s:5.1f} of CPU"
-            disturbed = "" if about.quiet else "  (disturbed)"
+            disturbed = "" if others.quiet else "  (disturbed)"
             print(f"{label}{took}  {shown}{disturbed}", flush=True)
             return True
         found.repeated += 1
-        print(f"{label}disturbed by {about.foreign_cores:.2f} cores: again", flush=True)
+        print(f"{label}disturbed by {others.foreign_cores:.2f} cores: again", flush=True)
     return True
 
 
