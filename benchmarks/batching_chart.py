@@ -32,7 +32,7 @@ PANELS = (
 )
 SHOWN_AS = {"pydocs": "Python's documentation", "chitchat": "conversations (chitchat-dataset)"}
 ARMS = (EKE, EKE_PACKED, STAYS, ODB, LHOTSE, REBALANCE, GROUPED, TRL, FIXED_BATCHES)
-CALLED = {EKE: "eke, padded", STAYS: "eke, padded, samples stay", TRL: "TRL packing (bfd)"}
+CALLED = {EKE: "eke, padded", TRL: "TRL packing (bfd)"}
 BAR, ROW, TOP, LABELS, GAP, VALUE = 12.0, 32.0, 92.0, 176.0, 16.0, 48.0
 FAINT = "svg.chart .bar.second { opacity: .5; }"
 
@@ -123,8 +123,8 @@ def draw_batching() -> Path:
     about = rows[-1]
     rounds = max(int(row["n"]) for row in rows if row["workload"] in TEXTS)
     footer = (
-        "Two gloo ranks, a small transformer; for every arm the same cap on a micro-batch and "
-        f"about the same tokens a step; medians of {rounds} rounds; {about['date'][:10]}"
+        "Two gloo ranks on a CPU, a small transformer, the same cap on every micro-batch; "
+        f"medians of {rounds} rounds; {about['date'][:10]}"
     )
     BATCHED_OUT.parent.mkdir(parents=True, exist_ok=True)
     BATCHED_OUT.write_text(paired(batched(rows), footer))
