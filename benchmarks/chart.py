@@ -128,10 +128,11 @@ def picture(
     return whole.replace("<svg ", f'<svg width="{WIDTH}" height="{height}" ', 1) + "\n"
 
 
-def read(script: str) -> list[Row]:
-    """The last run of one benchmark, from its CSV file."""
+def read(script: str, workloads: Sequence[str] = ()) -> list[Row]:
+    """The last run of one benchmark, from its CSV file; of these workloads, if any are given."""
     with (RESULTS / f"{script}.csv").open(newline="") as file:
-        return last_run(list(csv.DictReader(file)))
+        rows = [r for r in csv.DictReader(file) if not workloads or r["workload"] in workloads]
+    return last_run(rows)
 
 
 def main() -> None:
