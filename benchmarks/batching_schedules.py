@@ -167,11 +167,25 @@ def fixed(lengths: Sequence[int], ranks: int, size: int, seed: int) -> Schedule:
     return Schedule(dealt(in_batches(shuffled(lengths, seed), size), ranks))
 
 
+_FEW = 4096
+"""Samples up to which the planner makes one step of an epoch in seconds."""
+
+
 def oracle(lengths: Sequence[int], cap: int, ranks: int) -> Schedule:
-    """All lengths known beforehand: the epoch is one step, from which micro-batches are cut as they
-    fit best. No order is left to chance, and no rank has samples of its own."""
-    everything = PerStep("samples", len(lengths))
-    return eke(lengths, cap, ranks, len(lengths), per_step=everything)
+    """All lengths known beforehand: micro-batches are cut from the whole epoch as they fit best. No
+    order is left to chance, and no rank has samples of its own.
+
+    Cut for one rank and dealt costliest first; of few samples also for all ranks as one step, and
+    the more efficient of the two is taken.
+    """
+    every = PerStep("tokens", sum(lengths))
+    alone = eke(lengths, cap, 1, len(lengths), per_step=every, move=False)
+    groups = [group for step in alone.steps for group in step]
+    found = [Schedule(dealt(sorted(groups, key=lambda g: -len(g) * max(g)), ranks))]
+    if len(lengths) <= _FEW:
+        together = PerStep("samples", len(lengths))
+        found.append(eke(lengths, cap, ranks, len(lengths), per_step=together))
+    return max(found, key=lambda one: figures(one, lengths, cap)["efficiency"])
 
 
 def shuffled(lengths: Sequence[int], seed: int) -> list[int]:
