@@ -11,7 +11,7 @@ import gc
 import time
 from typing import Any
 
-from benchmarks.batching_claims import PACKED, PADDED, PLANNER, cell
+from benchmarks.batching_claims import PACKED, PADDED, PLANNER, cell, staying
 from benchmarks.batching_lengths import SHAPES, Shape
 from benchmarks.batching_schedules import shuffled
 from benchmarks.harness import REPETITIONS, SEED, Found, Results, publish
@@ -20,7 +20,13 @@ from eke.batching.planner import PerStep, Rules, Sample, plan_round
 
 WINDOW, RANKS = 1024, (8, 64)
 UNITS = {"cpu": "ms", "each": "us a sample"}
-MANNERS: dict[str, dict[str, Any]] = {PADDED: {}, PACKED: {"packed": True, "wait_rounds": 1}}
+_PACKED = {"packed": True, "wait_rounds": 1}
+MANNERS: dict[str, dict[str, Any]] = {
+    PADDED: {},
+    PACKED: _PACKED,
+    staying(PADDED): {"move": False},
+    staying(PACKED): {**_PACKED, "move": False},
+}
 
 
 def plan(repetitions: int) -> dict[tuple[str, str], int]:

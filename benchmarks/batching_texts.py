@@ -88,18 +88,20 @@ def _text(name: str) -> Samples:
     if not kept.exists():
         rows = tokenized(name)
         lengths = np.array([len(row["input_ids"]) for row in rows])
-        columns = {
-            key: np.concatenate([np.asarray(row[key]) for row in rows])
+        ids, labels = (
+            np.concatenate([np.asarray(row[key]) for row in rows])
             for key in ("input_ids", "labels")
-        }
+        )
         mine = kept.with_suffix(f".{os.getpid()}.npz")
-        np.savez(mine, lengths=lengths, **columns)
+        np.savez(mine, lengths=lengths, input_ids=ids, labels=labels)
         mine.rename(kept)
     with np.load(kept) as found:
         ends = np.cumsum(found["lengths"])[:-1].tolist()
-        columns = {key: torch.from_numpy(found[key]) for key in ("input_ids", "labels")}
-    ids, labels = (torch.tensor_split(columns[key], ends) for key in ("input_ids", "labels"))
-    return Samples(ids, labels)
+        columns = [
+            torch.tensor_split(torch.from_numpy(found[key]), ends)
+            for key in ("input_ids", "labels")
+        ]
+    return Samples(*columns)
 
 
 def padded(items: Any) -> dict[str, torch.Tensor]:

@@ -137,7 +137,7 @@ def indices(schedule: Schedule, lengths: Sequence[int]) -> list[list[list[int]]]
 def planned(name: str) -> dict[str, Plan]:
     """Every peer's schedule of a workload."""
     samples, cap = workload(name, SAMPLES[name])
-    found = {}
+    found: dict[str, Plan] = {}
     for arm in ARMS[name]:
         if arm not in (EKE, EKE_PACKED, STAYS):
             schedule = schedule_of(arm, samples.lengths, cap)
