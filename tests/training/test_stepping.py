@@ -97,7 +97,10 @@ def reference(script: Any, uids: list[list[int]]) -> tuple[float, dict[str, torc
     [
         (1, []),
         (2, []),
+        (2, ["stays"]),
         (2, ["packed"]),
+        pytest.param(3, ["packed"], marks=pytest.mark.slow),
+        pytest.param(3, ["stays"], marks=pytest.mark.slow),
         pytest.param(4, [], marks=pytest.mark.slow),
         pytest.param(4, ["packed"], marks=pytest.mark.slow),
     ],
@@ -126,7 +129,7 @@ def test_the_jobs_were_hard(job: Any) -> None:
     a rank that has nothing to do."""
     _, (alone,) = job(1)
     assert all(step["micro_batches"] > 2 for step in alone["steps"])
-    _, (zero, one) = job(2)
+    _, (zero, one) = job(2, "stays")
     pairs = list(zip(zero["steps"], one["steps"], strict=True))
     assert all(a["micro_batches"] == b["micro_batches"] > 1 for a, b in pairs)
     assert sum(sum(a["labels"]) != sum(b["labels"]) for a, b in pairs) > len(pairs) / 2

@@ -1,8 +1,8 @@
 """One rank of a job, one or several; run by test_stepping.py with torchrun's environment.
 
-Takes a directory, and perhaps `packed`; trains a Llama in float64 on samples whose label counts
-differ, through the real loader, DDP and Stepper, with an optimizer that keeps the gradients it is
-given and leaves the weights alone. Writes `rank-R.json` (what was seen) and
+Takes a directory, and perhaps `packed` or `stays`; trains a Llama in float64 on samples whose label
+counts differ, through the real loader, DDP and Stepper, with an optimizer that keeps the gradients
+it is given and leaves the weights alone. Writes `rank-R.json` (what was seen) and
 `gradients-R.safetensors`.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from eke.batching import DynamicLoader
 from eke.budget import Budget
@@ -53,6 +54,18 @@ class Samples:
         return {"input_ids": ids, "labels": labels, "index": index}
 
 
+class Float64Norm(torch.nn.Module):
+    """transformers' norm rounds to float32, whatever the type: where a sum that was added in
+    another order falls on the other side of a step of float32, gradients would differ by 1e-8."""
+
+    def __init__(self, norm: LlamaRMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
+
+
 def build_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -66,7 +79,11 @@ def build_model() -> LlamaForCausalLM:
         initializer_range=0.1,
         use_cache=False,
     )
-    return LlamaForCausalLM(config).double()
+    model = LlamaForCausalLM(config).double()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LlamaRMSNorm):
+            model.set_submodule(name, Float64Norm(module))
+    return model
 
 
 class Keeper(torch.optim.Optimizer):
@@ -83,7 +100,7 @@ class Keeper(torch.optim.Optimizer):
         )
 
 
-def main(directory: Path, *, packing: bool) -> None:
+def main(directory: Path, *, packing: bool, move: bool) -> None:
     init()
     rank, cpu = world().rank, torch.device("cpu")
     model, samples = build_model(), Samples()
@@ -116,6 +133,7 @@ def main(directory: Path, *, packing: bool) -> None:
         shuffle=False,
         epochs=2,
         packing=packing,
+        move_samples=move,
     )
     steps: list[dict[str, Any]] = []
     with loader:
@@ -153,4 +171,4 @@ def main(directory: Path, *, packing: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), packing="packed" in sys.argv[2:])
+    main(Path(sys.argv[1]), packing="packed" in sys.argv[2:], move="stays" not in sys.argv[2:])
