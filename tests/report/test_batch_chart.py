@@ -148,3 +148,14 @@ def test_words() -> None:
     assert spoken((0, 0, 1, 1)) == "real 0.0 %, waiting 50.0 %, dummies 50.0 %"
     many = run_of([(1, [[1, 0, 0, 0]] * 40, [[1, 0, 0, 0]] * 40)])
     assert [row_name(many, row) for row in (0, 13)] == ["ranks 0–2", "rank 39"]
+
+
+@pytest.mark.parametrize(("steps", "ranks"), [(1, 1), (2, 1), (3, 2), (7, 2)])
+def test_no_step_after_the_last_is_named_and_one_is_not_several(steps: int, ranks: int) -> None:
+    parts_of = [[10, 2, 1, 0]] * ranks
+    shown = run_of([(step, parts_of, parts_of) for step in range(1, steps + 1)])
+    root = ET.fromstring(batch_chart(shown, width=900, name="picture"))
+    texts = [element.text or "" for element in root.iter(f"{SVG}text")]
+    assert not {str(step) for step in range(steps + 1, 3 * steps + 2)} & set(texts)
+    said = " ".join(element.text or "" for element in root.iter(f"{SVG}desc"))
+    assert f"{steps} step{'s' * (steps > 1)}, {ranks} rank{'s' * (ranks > 1)}. " in said

@@ -187,10 +187,11 @@ def fill(packed: Packed, spare: Iterable[int], lengths: Sequence[int], must: int
             room -= length
             changed = True
         gain, given, taken = 0, -1, -1
-        for at, number in enumerate(one if room > 0 and waiting else ()):
-            if number < must:
-                continue
+        longest = waiting[-1] // n if waiting else 0
+        for at, number in enumerate(one if room > 0 else ()):
             length = lengths[number]
+            if length >= longest or number < must:
+                continue
             found = bisect_left(waiting, (length + room + 1) * n) - 1
             if found >= 0 and waiting[found] // n - length > gain:
                 gain, given, taken = waiting[found] // n - length, at, found

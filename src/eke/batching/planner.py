@@ -231,8 +231,8 @@ def _columns_packed(
         waited: how many of each row's samples must be used; empty if all must.
     """
     numbers = [sizes_of(row, rules) for row in rows]
-    given = [[n for n, now in enumerate(one) if now] for one in emitted]
-    totals = [sum(row.lengths[n] for n in one) for row, one in zip(numbers, given, strict=True)]
+    given = [[*compress(range(len(one)), one)] for one in emitted]
+    totals = [sum(compress(row.lengths, one)) for row, one in zip(numbers, emitted, strict=True)]
     most, cap = max(totals, default=0), rules.micro_tokens * each
     if not most:
         return [[] for _ in rows], [[*range(len(row))] for row in rows]

@@ -47,6 +47,10 @@ def row_name(shown: Batching, row: int) -> str:
     return f"rank {first}" if first == last else f"ranks {first}–{last}"
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{count(number)} {what}" + "s" * (number != 1)
+
+
 def batch_chart(shown: Batching, *, width: int, name: str) -> str:
     """Two halves of one lane a rank, over the same steps."""
     rows = len(shown.after)
@@ -84,7 +88,11 @@ def batch_chart(shown: Batching, *, width: int, name: str) -> str:
             y += lane + GAP
         y += 12
     box = Box(left, y, right, y - 8)
-    ticks = [t for t in linear_ticks(first, last, 4 if width < 500 else 8) if t == int(t)]
+    # The last column ends where a step after the last would begin.
+    ticks = [
+        t for t in linear_ticks(first, last, 4 if width < 500 else 8)
+        if t == int(t) and t < first + shown.steps
+    ]  # fmt: skip
     out.append(x_axis(box, x, ticks, count, width))
     out.append(words(right, box.bottom + 36, "step", "t", "end"))
     description = ". ".join(
@@ -98,7 +106,7 @@ def batch_chart(shown: Batching, *, width: int, name: str) -> str:
         width,
         int(box.bottom + 44),
         "Every rank's time by step, counted in tokens",
-        f"{count(shown.steps)} steps, {count(shown.ranks)} ranks. {description}.",
+        f"{_counted(shown.steps, 'step')}, {_counted(shown.ranks, 'rank')}. {description}.",
         words(4, 15, "Every rank's time by step, counted in tokens", "strong"),
         key,
         *out,
