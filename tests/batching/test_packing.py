@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eke.batching import packing
-from eke.batching.packing import Packed, fill, pack
+from eke.batching.packing import Packed, fill, pack, shares_of
 
 TOKENS, CAPS = 64, (20, 9)
 
@@ -40,6 +40,25 @@ def test_caps_are_strict_and_every_sample_is_in_one_micro_batch_or_left(
     if k >= len(numbers):
         assert not left
     assert not left or all(bins), "nothing is left beside an empty micro-batch"
+
+
+@given(samples())
+def test_fewer_micro_batches_than_any_share_says_leave_something(
+    case: tuple[list[int], list[tuple[int, ...]]],
+) -> None:
+    lengths, loads = case
+    sums, counts = shares_of(lengths, range(len(lengths)), TOKENS, loads, CAPS)
+    least = max(-(-have // n) for have, n in sums + counts)
+    assert bool(least) == bool(lengths)
+    for k in range(1, least):
+        assert pack(lengths, lengths, range(len(lengths)), k, TOKENS, loads, CAPS).left
+
+
+def test_a_load_that_no_cap_holds_takes_a_micro_batch_before_short_ones_spread() -> None:
+    loads = [(1, 1)] * 30 + [(CAPS[0] + 1, 0)]
+    bins, left, _ = pack([4] * 30 + [1], [4] * 30 + [1], range(31), 4, TOKENS, loads, CAPS)
+    assert [30] in bins
+    assert len(left) == 30 - 3 * CAPS[1]
 
 
 @given(samples(), st.integers(1, 8))

@@ -5,13 +5,14 @@ import math
 import random
 from collections.abc import Mapping
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eke.batching.cost import CostModel, Load
+from eke.batching.packing import Packed
 from eke.batching.planner import (
     BlockPlan,
     PerStep,
@@ -21,6 +22,7 @@ from eke.batching.planner import (
     blocks_and_steps,
     plan_round,
 )
+from eke.batching.rows import Sizes
 
 CAP, PATCHES = 64, 9
 Shares = list[list[Sample]]
@@ -163,6 +165,30 @@ def test_equal_arguments_give_equal_plans(
 def test_nothing_makes_no_blocks(rule: Rules, ranks: int) -> None:
     empty: Shares = [[] for _ in range(ranks)]
     assert plan_round(empty, rule, rng_seed=0) == Round([], empty)
+
+
+@pytest.mark.parametrize("unit", ["tokens", "samples"])
+def test_what_no_two_of_fit_is_packed_in_a_few_tries(
+    monkeypatch: pytest.MonkeyPatch, unit: Literal["tokens", "samples"]
+) -> None:
+    tries = []
+    pack = Sizes.pack
+
+    def counted(self: Sizes, *args: Any) -> Packed:
+        tries.append(1)
+        return pack(self, *args)
+
+    monkeypatch.setattr(Sizes, "pack", counted)
+    cost = CostModel(loads={"patches": Load(PATCHES)}, measure=_measure)
+    half = PATCHES // 2 + 1
+    rule = Rules(1000, PerStep(unit, 400), cost, packed=True)
+    long = [[Sample(r * 200 + n, 600, 1, (0,)) for n in range(200)] for r in range(2)]
+    short = [[Sample(r * 200 + n, 2, 1, (half,)) for n in range(200)] for r in range(2)]
+    for shares_ in (long, short):
+        tries.clear()
+        blocks = plan_round(shares_, rule, rng_seed=0).blocks
+        assert sum(len(block.steps) for block in blocks) == 200
+        assert len(tries) < 5
 
 
 # ---------------------------------------------------------------------- steps of so many tokens

@@ -2,11 +2,12 @@
 
 Longest first, each sample goes to the micro-batch that takes the least time so far, if it fits
 there, and otherwise to the fullest one into which it fits. The first keeps the times alike, the
-second leaves room for what is still to come. Samples that must not be left come before all others.
+second leaves room for what is still to come. Samples that must not be left come before all others,
+and those that exceed a cap alone before the rest, while there are empty micro-batches.
 
 Properties: no micro-batch exceeds a cap, except one that holds a single sample; every sample is
 in one micro-batch or among those that were left; none is left if there are as many micro-batches
-as samples.
+as samples, and some are if there are fewer than any of `shares_of` says.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ from eke.batching.cost import Integers
 MANY = 64
 """From so many micro-batches on, samples are given to many of them at a time."""
 
+_MOST = 2**62
+"""More than any sum of what samples take."""
+
+_PARTS = 4
+"""Samples of more than a half, a third, ... of a cap are counted, down to one in so many."""
+
 
 class Packed(NamedTuple):
     """Micro-batches.
@@ -37,6 +44,44 @@ class Packed(NamedTuple):
     bins: list[list[int]]
     left: list[int]
     room: list[int]
+
+
+Shares = tuple[list[tuple[int, int]], list[tuple[int, int]]]
+"""Two lists of fractions, as numerator and denominator."""
+
+
+def shares_of(
+    lengths: Sequence[int],
+    numbers: Iterable[int],
+    tokens: int,
+    loads: Sequence[Sequence[int]] = (),
+    caps: Sequence[int] = (),
+) -> Shares:
+    """How many micro-batches samples need at least, as pairs of numerator and denominator.
+
+    What exceeds a cap alone counts as a full micro-batch.
+
+    Args:
+        lengths, numbers, tokens, loads, caps: those of `pack`.
+
+    Returns:
+        What they take of each resource, by its cap; and how many take more than a half, a third,
+        ... of the cap, by one, two, ...: no micro-batch holds more of them.
+    """
+    chosen = [*numbers]
+    sizes = np.array([lengths[n] for n in chosen], dtype=np.int64)
+    columns, alone = [sizes], sizes > tokens
+    caps = [min(cap, _MOST) for cap in caps]
+    if loads:
+        takes = np.array(loads, dtype=np.int64).reshape(-1, len(caps))[chosen]
+        columns += list(takes.T)
+        alone = _alone(sizes, takes, tokens, caps)
+    sums, counts = [], []
+    for column, cap in zip(columns, (tokens, *caps), strict=False):
+        own, column = int(alone.sum()), column[~alone]
+        sums.append((own * cap + int(column.sum()), cap))
+        counts += [(own * n + int((column > cap // (n + 1)).sum()), n) for n in range(1, _PARTS)]
+    return sums, counts
 
 
 def pack(
@@ -61,12 +106,16 @@ def pack(
     """
     chosen = np.array([*numbers], dtype=np.int64)
     sizes = np.array(lengths, dtype=np.int64)[chosen]
-    by_length = np.lexsort((-sizes, chosen >= first))
+    takes_of = np.array(loads, dtype=np.int64).reshape(-1, len(caps)) if loads else None
+    # Without loads, the longest are those that exceed a cap.
+    alone = _alone(sizes, takes_of[chosen], tokens, caps) if takes_of is not None else sizes < 0
+    by_length = np.lexsort((-sizes, ~alone, chosen >= first))
     chosen, sizes = chosen[by_length], sizes[by_length]
     order = chosen.tolist()
     room = [tokens] * k
     spent = [0] * k
-    rooms = [list(caps)] * k
+    # What is left of each load; no micro-batch takes more of one than all samples together.
+    rooms = np.array([[min(cap, _MOST)] * k for cap in caps], dtype=np.int64)
     bins: list[list[int]] = [[] for _ in range(k)]
     left: list[int] = []
     done = 0
@@ -81,20 +130,19 @@ def pack(
     busy = [time * k + at for at, time in enumerate(spent)]  # a heap: the least busy first
     heapq.heapify(busy)
     by_room: list[int] = []
-    none: tuple[int, ...] = ()
     for number in order[done:]:
         length = lengths[number]
-        load = loads[number] if loads else none
+        load = takes_of[number] if takes_of is not None else None
         while busy[0] // k != spent[busy[0] % k]:
             heapq.heappop(busy)  # it was given a sample for which it was not the least busy
         at = busy[0] % k
-        if length <= room[at] and (not load or _within(load, rooms[at])):
+        if length <= room[at] and (load is None or bool((load <= rooms[:, at]).all())):
             spent[at] += times[number]
             heapq.heapreplace(busy, spent[at] * k + at)
         else:
-            if length > tokens or (load and not _within(load, caps)):
+            if length > tokens or (load is not None and not _within(loads[number], caps)):
                 at = _empty(bins)
-            elif load:
+            elif load is not None:
                 at = _fullest(length, load, room, rooms)
             else:
                 by_room = by_room or sorted(free * k + at for at, free in enumerate(room))
@@ -110,8 +158,8 @@ def pack(
             del by_room[bisect_left(by_room, room[at] * k + at)]
             insort(by_room, (room[at] - length) * k + at)
         room[at] -= length
-        if load:
-            rooms[at] = [have - take for take, have in zip(load, rooms[at], strict=True)]
+        if load is not None:
+            rooms[:, at] -= load
     if first:
         for one in bins:
             if one and one[0] < first:
@@ -205,6 +253,13 @@ def fill(packed: Packed, spare: Iterable[int], lengths: Sequence[int], must: int
     return [number % n for number in waiting]
 
 
+def _alone(sizes: Integers, loads: Integers, tokens: int, caps: Sequence[int]) -> NDArray[np.bool_]:
+    """Which samples `[n]`, with their loads `[n, len(caps)]`, exceed a cap alone."""
+    most = np.array([min(cap, _MOST) for cap in caps], dtype=np.int64)
+    alone: NDArray[np.bool_] = (sizes > tokens) | (loads > most).any(axis=1)
+    return alone
+
+
 def _within(loads: Sequence[int], rooms: Sequence[int]) -> bool:
     return all(take <= have for take, have in zip(loads, rooms, strict=True))
 
@@ -213,13 +268,9 @@ def _empty(bins: Sequence[Sequence[int]]) -> int:
     return next((at for at, one in enumerate(bins) if not one), -1)
 
 
-def _fullest(
-    length: int, loads: Sequence[int], room: Sequence[int], rooms: Sequence[Sequence[int]]
-) -> int:
+def _fullest(length: int, load: Integers, room: Sequence[int], rooms: Integers) -> int:
     """The micro-batch with the least room of those in which the sample fits, or -1."""
-    best = -1
-    for at, free in enumerate(room):
-        fuller = free >= length and (best < 0 or free < room[best])
-        if fuller and _within(loads, rooms[at]):
-            best = at
-    return best
+    free = np.array(room, dtype=np.int64)
+    fits = (free >= length) & (rooms >= load[:, None]).all(axis=0)
+    at = int(np.where(fits, free, _MOST).argmin())
+    return at if fits[at] else -1

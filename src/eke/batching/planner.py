@@ -232,23 +232,29 @@ def _columns_packed(
     """
     numbers = [sizes_of(row, rules) for row in rows]
     given = [[*compress(range(len(one)), one)] for one in emitted]
-    totals = [sum(compress(row.lengths, one)) for row, one in zip(numbers, emitted, strict=True)]
-    most, cap = max(totals, default=0), rules.micro_tokens * each
-    if not most:
+    total = sum(sum(compress(row.lengths, one)) for row, one in zip(numbers, emitted, strict=True))
+    if not total:
         return [[] for _ in rows], [[*range(len(row))] for row in rows]
-    # What does not fill a micro-batch waits, if it may.
-    least = max(1, most // cap if waited else -(-most // cap))
     must = waited or [len(row) for row in rows]
+    least = max(row.least(rules, range(old), each) for row, old in zip(numbers, must, strict=True))
+    if waited:
+        # What does not fill a micro-batch waits.
+        full = [row.full(rules, one, each) for row, one in zip(numbers, given, strict=True)]
+        least = max(1, least, *full)
     while True:
-        blocks, per_block = blocks_and_steps(sum(totals), amount, least)
+        blocks, per_block = blocks_and_steps(total, amount, least)
         k = blocks * per_block
         packs = [
             row.pack(k * each, rules, one, old)
             for row, one, old in zip(numbers, given, waited or [0] * len(rows), strict=True)
         ]
-        if not any(n < old for packed, old in zip(packs, must, strict=True) for n in packed.left):
+        over = [
+            row.least(rules, [n for n in packed.left if n < old], each)
+            for row, packed, old in zip(numbers, packs, must, strict=True)
+        ]
+        if not any(over):
             break
-        least = k + 1
+        least = k + max(1, max(over) // 2)  # the half, for with more of them others fit too
     columns, rests = [], []
     for row, one, packed, old in zip(numbers, emitted, packs, must, strict=True):
         rest = packed.left + [n for n, now in enumerate(one) if not now]
@@ -401,12 +407,10 @@ def _groups(samples: list[Sample], ranks: int, rules: Rules) -> list[Numbers]:
 def _groups_packed(samples: list[Sample], ranks: int, rules: Rules) -> list[Numbers]:
     row = sizes_of(samples, rules)
     every = range(len(samples))
-    steps = max(1, -(-sum(row.lengths) // (rules.micro_tokens * ranks)))
-    while True:
-        packed = row.pack(steps * ranks, rules, every)
-        if not packed.left:
-            return row.busiest_first(packed.bins)
-        steps += 1
+    steps = row.least(rules, every, ranks)
+    while (packed := row.pack(steps * ranks, rules, every)).left:
+        steps += max(1, row.least(rules, packed.left, ranks) // 2)
+    return row.busiest_first(packed.bins)
 
 
 def _place(groups: Sequence[Numbers], arrivals: Arrivals, ranks: int) -> Steps:

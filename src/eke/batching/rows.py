@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eke.batching.packing import Packed, pack
+from eke.batching.packing import Packed, Shares, pack, shares_of
 from eke.batching.partition import Sorted, reach_of
 from eke.batching.plan import Rules, Sample
 
@@ -54,6 +54,21 @@ class Sizes(NamedTuple):
         """Those of these numbers in `k` micro-batches; those below `first` choose first."""
         tokens, caps = rules.micro_tokens, rules.cost.caps()
         return pack(self.lengths, self.times, numbers, k, tokens, self.loads, caps, first)
+
+    def least(self, rules: Rules, numbers: Sequence[int], each: int) -> int:
+        """How many times `each` micro-batches those of these numbers need at least."""
+        if not numbers:
+            return 0
+        sums, counts = self._shares(rules, numbers)
+        return max(-(-have // (n * each)) for have, n in sums + counts)
+
+    def full(self, rules: Rules, numbers: Sequence[int], each: int) -> int:
+        """How many times `each` micro-batches they may fill, by what they take."""
+        sums, _ = self._shares(rules, numbers)
+        return max(have // (n * each) for have, n in sums)
+
+    def _shares(self, rules: Rules, numbers: Sequence[int]) -> Shares:
+        return shares_of(self.lengths, numbers, rules.micro_tokens, self.loads, rules.cost.caps())
 
     def busiest_first(self, bins: list[list[int]]) -> list[list[int]]:
         """Micro-batches by falling time, without empty ones."""
