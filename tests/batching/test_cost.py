@@ -128,6 +128,17 @@ def test_weights_are_in_the_unit_of_a_token() -> None:
     assert _loaded(per_sample=1.0).load_weights(loads).tolist() == [0, 6 * 1024]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [1, 3, 100_000])
+def test_times_stay_whole_numbers_however_far_apart(size: int) -> None:
+    model = _loaded(time=1e20, per_token=1e-9, per_token_squared=1e20, per_sample=1e20)
+    lengths = np.array([1] * (size - 1) + [10**6], dtype=np.int64)
+    weights = model.weights(lengths)
+    times = model.load_weights(np.full((size, 1), 2**40, dtype=np.int64))
+    assert weights[-1] == weights.max() > 10**12, "the longest takes longest"
+    assert sum(weights.tolist()) + sum(times.tolist()) < 2**63
+
+
 def test_loads_are_measured_and_capped() -> None:
     model = _loaded(7)
     assert model.loads_of({"patches": 3}) == (3,)
@@ -136,7 +147,7 @@ def test_loads_are_measured_and_capped() -> None:
     assert CostModel().caps() == []
 
 
-@pytest.mark.parametrize("patches", [-1, 2.5])
+@pytest.mark.parametrize("patches", [-1, 2.5, 2**41, float("inf"), float("nan")])
 def test_a_measure_that_is_no_number_of_things_is_refused(patches: float) -> None:
     with pytest.raises(InputError, match="one whole number for each of patches"):
         _loaded().loads_of({"patches": patches})
@@ -176,6 +187,13 @@ def test_models_that_plan_differently_have_different_names() -> None:
 def test_times_that_cannot_be_are_refused(times: dict[str, float]) -> None:
     with pytest.raises(InputError, match="times are wrong"):
         CostModel(**times)
+
+
+def test_times_too_far_apart_are_refused() -> None:
+    with pytest.raises(InputError, match="too far apart"):
+        CostModel(1e-300, per_micro_batch=1.0)
+    with pytest.raises(InputError, match="too far apart"):
+        _loaded(1, 1e300, per_token=1e-300)
 
 
 def test_loads_that_cannot_be_are_refused() -> None:

@@ -167,6 +167,16 @@ def test_nothing_makes_no_blocks(rule: Rules, ranks: int) -> None:
     assert plan_round(empty, rule, rng_seed=0) == Round([], empty)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cap", [2**63 - 1, 2**70])
+def test_a_load_without_a_limit_limits_nothing(cap: int, packed: bool) -> None:
+    cost = CostModel(loads={"patches": Load(cap, 1.0)}, measure=_measure)
+    rule = Rules(1000, PerStep("tokens", 2000), cost, packed)
+    shares_ = [[Sample(r * 10 + n, 100, 1, (5,)) for n in range(10)] for r in range(2)]
+    (block,) = plan_round(shares_, rule, rng_seed=0).blocks
+    assert [[len(group) for group in step] for step in block.steps] == [[10, 10]]
+
+
 @pytest.mark.parametrize("unit", ["tokens", "samples"])
 def test_what_no_two_of_fit_is_packed_in_a_few_tries(
     monkeypatch: pytest.MonkeyPatch, unit: Literal["tokens", "samples"]

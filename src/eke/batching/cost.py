@@ -27,6 +27,12 @@ Integers = NDArray[np.int64]
 _GRAIN = 1024
 """Whole units of time in the time of one token, for a model that is not tokens alone."""
 
+_MOST = 2**61
+"""Less than half of the largest whole number: times of samples and of loads together stay below."""
+
+_MOST_LOAD = 2**40
+"""The most that a sample takes of a load, so that sums over a round stay whole numbers."""
+
 
 class Load(NamedTuple):
     """A resource besides tokens.
@@ -69,6 +75,12 @@ class CostModel:
                 "a cost model's times are wrong",
                 value=times,
                 rule="they are finite, none is below 0, and per_token is above 0",
+            )
+        if max(times) / self.per_token > 1e30:
+            raise InputError(
+                "a cost model's times are too far apart",
+                value=times,
+                rule="none is more than 1e30 times per_token",
             )
         if any(load.cap < 1 for load in self.loads.values()):
             raise InputError(
@@ -122,7 +134,8 @@ class CostModel:
         factors[kept] = found
         error = columns @ factors - time
         r_squared = 1 - float(error @ error) / float(((time - time.mean()) ** 2).sum() or 1.0)
-        token = float(factors[0]) or 1e-3 * float(factors[1]) * float(length.mean()) or 1e-12
+        # Every other time is counted in tokens', so one must not be next to nothing.
+        token = max(float(factors[0]), 1e-3 * float(factors[1]) * float(length.mean()), 1e-12)
         pair, sample, fixed = map(float, factors[1:])
         return cls(token, pair, sample, fixed), r_squared
 
@@ -139,9 +152,10 @@ class CostModel:
         """
         if self._grain == 1:
             return np.maximum(lengths, 1)
-        squares = lengths * lengths * (self.per_token_squared / self.per_token)
+        tokens = lengths.astype(np.float64)
+        squares = tokens * tokens * (self.per_token_squared / self.per_token)
         samples = self.per_sample / self.per_token
-        return np.maximum(np.rint((lengths + squares + samples) * _GRAIN).astype(np.int64), 1)
+        return np.maximum(_whole((tokens + squares + samples) * _GRAIN), 1)
 
     def loads_of(self, item: Any) -> tuple[int, ...]:
         """How much of each load an item of the dataset takes, in the order of `loads`.
@@ -152,11 +166,11 @@ class CostModel:
         if self.measure is None:
             return ()
         found = self.measure(item)
-        if found.keys() != self.loads.keys() or any(int(n) != n or n < 0 for n in found.values()):
+        if found.keys() != self.loads.keys() or not all(map(_is_load, found.values())):
             raise InputError(
                 "the cost model's measure does not say what a sample takes",
                 value=dict(found),
-                rule="one whole number for each of " + ", ".join(self.loads),
+                rule=f"one whole number for each of {', '.join(self.loads)}, at most {_MOST_LOAD}",
             )
         return tuple(int(found[name]) for name in self.loads)
 
@@ -165,7 +179,7 @@ class CostModel:
         total = np.zeros(len(loads), dtype=np.int64)
         for column, load in enumerate(self.loads.values()):
             time = loads[:, column] * (load.time / self.per_token * self._grain)
-            total += np.rint(time).astype(np.int64)
+            total += _whole(time, len(self.loads))
         return total
 
     @property
@@ -181,3 +195,14 @@ class CostModel:
     def caps(self) -> list[int]:
         """The cap of each load, in the order of `loads`."""
         return [load.cap for load in self.loads.values()]
+
+
+def _whole(times: NDArray[np.floating[Any]], parts: int = 1) -> Integers:
+    """Times in whole units, none so long that `parts` times all of them are no whole number."""
+    most = _MOST // (parts * max(1, len(times)))
+    whole: Integers = np.minimum(np.rint(times), float(most)).astype(np.int64)
+    return whole
+
+
+def _is_load(n: Any) -> bool:
+    return bool(0 <= n <= _MOST_LOAD and int(n) == n)

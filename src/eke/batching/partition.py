@@ -55,6 +55,7 @@ def reach_of(lengths: Integers, tokens: int, loads: Integers, caps: Sequence[int
     for column, cap in enumerate(caps):
         total = np.cumsum(loads[:, column])
         before = total - loads[:, column]
+        cap = min(cap, int(total[-1]) if n else 0)  # a cap may be larger than any whole number
         ends = np.minimum(ends, np.searchsorted(total, before + cap, side="right"))
     found: list[int] = np.clip(ends, np.arange(1, n + 1), n).tolist()
     return found
