@@ -221,6 +221,33 @@ def test_a_run_goes_on_with_a_cost_model_that_was_fitted_again(
         uids, _, state, _ = run_stage(run_ranks, 2, dataset, state, count, settings)
         seen += uids
     assert sorted(seen) == [(e, i) for e in range(2) for i, n in enumerate(LENGTHS) if n]
+    assert state is not None
+    counts = {"empty": 2 * LENGTHS.count(0), "skipped": 0, "truncated": 2 * 2, "solo": 0}
+    assert state["counts"] == counts, "what the rounds that were planned again dropped counts once"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_two_ranks_that_resume_after_every_block_get_what_moved_and_what_waits(
+    token_dataset: MakeDataset, run_ranks: RunRanks, packing: bool
+) -> None:
+    dataset = token_dataset(LENGTHS)
+    settings = {**SETTINGS, "packing": packing}
+
+    def run(exchange: Exchange) -> int:
+        with DynamicLoader(dataset, exchange=exchange, **settings) as loader:
+            states, whole, waits = [loader.state_dict()], [], 0
+            for block in loader.blocks():
+                whole.append(content(block))
+                states.append(loader.state_dict())
+                waits += any(states[-1]["waiting"])
+            for at, state in enumerate(states[:-1]):
+                loader.load_state_dict(state)
+                blocks = [content(b) for b in itertools.islice(loader.blocks(), 4)]
+                assert blocks == whole[at : at + 4]
+            return waits
+
+    waits = run_ranks(2, run)
+    assert all(waits) == packing, "with padding, samples that move need not wait"
 
 
 @pytest.mark.parametrize("per_step", ["samples:5", "samples:30"])
