@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eke.batching import planner
 from eke.batching.cost import CostModel, Load
 from eke.batching.packing import Packed
+from eke.batching.partition import Sorted, level
 from eke.batching.planner import (
     BlockPlan,
     PerStep,
@@ -175,6 +177,26 @@ def test_a_load_without_a_limit_limits_nothing(cap: int, packed: bool) -> None:
     shares_ = [[Sample(r * 10 + n, 100, 1, (5,)) for n in range(10)] for r in range(2)]
     (block,) = plan_round(shares_, rule, rng_seed=0).blocks
     assert [[len(group) for group in step] for step in block.steps] == [[10, 10]]
+
+
+def test_a_step_of_very_many_samples_is_not_improved_at_any_price(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each further improvement looks at all samples again, for less and less."""
+    sizes: list[int] = []
+
+    def counted(samples: Sorted, stretches: list[tuple[int, int]], ranks: int) -> Any:
+        sizes.append(len(stretches))
+        return level(samples, stretches, ranks)
+
+    monkeypatch.setattr(planner, "level", counted)
+    rng = random.Random(0)
+    shares_ = [[Sample(n, rng.randint(1, CAP), 1) for n in range(3000)], []]
+    for amount in (20, 3000):
+        rule = Rules(CAP, PerStep("samples", amount))
+        assert plan_round(shares_, rule, rng_seed=0).blocks
+    assert sizes
+    assert max(sizes) < 60
 
 
 @pytest.mark.parametrize("unit", ["tokens", "samples"])

@@ -49,6 +49,9 @@ _MORE = (0, 1, 2, 4, 8)
 _LEVELLED = 3
 """How many more are tried where samples move, and how many of the best are improved further."""
 
+_MANY = 24
+"""Of more micro-steps none is improved further: the time grows with the square, the gain falls."""
+
 
 Steps = list[tuple[Group, ...]]
 
@@ -245,7 +248,7 @@ def _columns_packed(
         blocks, per_block = blocks_and_steps(total, amount, least)
         k = blocks * per_block
         packs = [
-            row.pack(k * each, rules, one, old)
+            row.pack(min(k * each, len(row.lengths)), rules, one, old)
             for row, one, old in zip(numbers, given, waited or [0] * len(rows), strict=True)
         ]
         over = [
@@ -396,7 +399,7 @@ def _groups(samples: list[Sample], ranks: int, rules: Rules) -> list[Numbers]:
         )
     best = min(found)
     for _, stretches in sorted(found)[:_LEVELLED]:
-        if len(stretches) > (least + _LEVELLED) * ranks:
+        if len(stretches) > (min(least, _MANY) + _LEVELLED) * ranks:
             continue  # not worth its time: they are small, and so are all differences
         levelled = level(row.sorted, stretches, ranks)
         _, lasts = costliest_first(row.sorted, levelled, ranks)
