@@ -25,6 +25,11 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("eke", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("eke")
 
+# A shell without job control starts what is in its background with Ctrl-C ignored, for all that it
+# starts in turn; some tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
