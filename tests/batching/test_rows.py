@@ -29,6 +29,7 @@ def test_a_row_is_longest_first_and_every_stretch_within_reach_fits(made: list[S
     assert sorted(row.order) == list(range(len(made)))
     lengths = [made[n].length for n in row.order]
     assert lengths == sorted(lengths, reverse=True)
+    assert row.tokens == sum(lengths)
     for start, stop in enumerate(row.sorted.reach):
         stretch = [made[n] for n in row.order[start:stop]]
         if len(stretch) > 1:

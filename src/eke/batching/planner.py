@@ -192,7 +192,7 @@ def _columns(
     least = max((-(-fewest(row.sorted) // each) for row in ordered), default=0)
     if not least:
         return [[] for _ in rows]
-    blocks, per_block = blocks_and_steps(_tokens(rows), amount, least)
+    blocks, per_block = blocks_and_steps(sum(row.tokens for row in ordered), amount, least)
     fixed = rules.cost.fixed
     bound = max(-(-row.time() // each) for row in ordered)
     best_time, best = -1, []
@@ -320,6 +320,11 @@ class Arrivals(NamedTuple):
 
 
 def _arrivals(shares: Sequence[Sequence[Sample]]) -> Arrivals:
+    least, most = min(map(len, shares)), max(map(len, shares))
+    if least == most:
+        return Arrivals(
+            [*chain.from_iterable(zip(*shares, strict=True))], [*range(len(shares))] * most
+        )
     rows = list(zip_longest(*shares))
     samples = [sample for row in rows for sample in row if sample is not None]
     by = [rank for row in rows for rank, sample in enumerate(row) if sample is not None]

@@ -17,10 +17,12 @@ from eke.batching.plan import Rules, Sample
 
 
 class Row(NamedTuple):
-    """Samples as `partition` takes them, longest first, and their numbers in this order."""
+    """Samples as `partition` takes them, longest first, their numbers in this order, and how many
+    tokens they have."""
 
     order: list[int]
     sorted: Sorted
+    tokens: int
 
     def time(self) -> int:
         """What they take without padding."""
@@ -37,10 +39,11 @@ def sorted_row(samples: Sequence[Sample], rules: Rules) -> Row:
     loads: list[int] = []
     if caps and samples:
         amounts = np.array([sample.loads for sample in samples], dtype=np.int64)[order]
-        times = rules.cost.load_weights(amounts)
-        loads = [0, *np.cumsum(times).tolist()] if times.any() else []
+        extra = rules.cost.load_weights(amounts)
+        loads = [0, *np.cumsum(extra).tolist()] if extra.any() else []
     reach = reach_of(lengths, rules.micro_tokens, amounts, caps)
-    return Row(order.tolist(), Sorted(rules.cost.weights(lengths).tolist(), loads, reach))
+    times = rules.cost.weights(lengths).tolist()
+    return Row(order.tolist(), Sorted(times, loads, reach), int(lengths.sum()))
 
 
 class Sizes(NamedTuple):
