@@ -221,10 +221,16 @@ def test_a_failed_saves_slots_are_taken_until_its_copies_are_over(tmp_path, new_
     run = Training(device)
     ck = run.attached(tmp_path, storage=faulty)
     device.gate.clear()
+    write = faulty.write
+
+    def once_all_are_issued(fd, data):
+        while device.issued < 8:
+            time.sleep(0.001)
+        return write(fd, data)
+
+    faulty.write = once_all_are_issued  # a save that failed sooner would issue no more
     faulty.fail("write")
     ticket = ck.save(1)
-    while device.issued < 8:
-        time.sleep(0.001)
     with pytest.raises(SaveError, match="saving step 1 failed"):
         ticket.wait()
     ck._engine.drain()
